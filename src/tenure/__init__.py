@@ -1,0 +1,1 @@
+"""tenure: durable, owned and bounded work on a Celery fleet."""
