@@ -99,10 +99,21 @@ class Unavailable(TenureError):
     action = Action.LATER
 
 
-class OwnerSuperseded(TenureError):
-    """This process' epoch is no longer the current one: it must stop applying and leave."""
+class OutboxFull(TenureError):
+    """The outbox' byte cap is reached, nothing was written; `data` has `cap`, `pending` and `needed` bytes."""
 
-    reason = "owner_superseded"
+    reason = "outbox_full"
+    action = Action.LATER
+
+
+class OutboxCorrupt(TenureError):
+    """The outbox' log does not check, nothing was changed; `data` has its `path` and the byte `offset`."""
+
+    reason = "outbox_corrupt"
+
+
+class OwnerSuperseded(StaleEpoch):
+    """This owner's epoch is no longer the current one: it must stop applying and leave."""
 
 
 class SchemaMismatch(TenureError):
@@ -120,7 +131,7 @@ class ConfigurationError(TenureError):
 def _tree(base: type[TenureError]) -> dict[str, type[TenureError]]:
     found = {base.reason: base}
     for sub in base.__subclasses__():
-        found |= _tree(sub)
+        found = _tree(sub) | found  # where a subclass shares the reason, the parent is meant
     return found
 
 

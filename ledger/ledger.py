@@ -1,0 +1,185 @@
+"""The ledger: one database, opened and fenced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from . import engine, epochs, executions, recovery, schema
+from .claims import Identity, Proof
+from .clock import Clock, utc_now
+from .engine import HandlerFault, Receipt, Request
+from .errors import ConfigurationError, NotFound
+from .executions import Address, Hold, Registration
+from .limits import Limits
+from .migrate import require_head
+from .operations import BUILTIN, Operation, Registry
+from .recovery import Death, Report
+from .states import Reason
+from .store import Store
+from .transaction import Transaction
+
+
+class Ledger:
+    """The durable truth about executions, and the only way to change it.
+
+    Methods that take `epoch` are for the owner that began it and raise `OwnerSuperseded` once a newer epoch has
+    begun. Any method may raise `Unavailable`: nothing was written then, or, if it was the commit that failed,
+    sending the same again answers from the receipt.
+    """
+
+    def __init__(self, store: Store, registry: Registry, *, limits: Limits, clock: Clock) -> None:
+        self.store, self.registry, self.limits, self.clock = store, registry, limits, clock
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        limits: Limits | None = None,
+        operations: Iterable[Operation[Any]] = (),
+        clock: Clock = utc_now,
+    ) -> Self:
+        """Open the ledger at `sqlite:///FILE` or `postgresql://...`.
+
+        Raises:
+            ConfigurationError: the URL or an operation is not usable.
+            SchemaMismatch: the ledger has to be upgraded first (`tenure db upgrade`), or is newer than this version.
+            Unavailable: the database does not answer.
+        """
+        store = Store(url)
+        require_head(store)
+        return cls(store, Registry(BUILTIN, operations), limits=limits or Limits(), clock=clock)
+
+    def close(self) -> None:
+        """Give every connection back."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self, epoch: int | None = None) -> Iterator[Transaction]:
+        """Run one fenced writing transaction, of the owner of `epoch` or, without one, of an operator."""
+        with self.store.write() as connection:
+            tx = Transaction(connection, now=self.clock(), limits=self.limits)
+            if epoch is not None:
+                tx.require(epoch)
+            yield tx
+            tx.flush()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Run one reading transaction, for the functions of `tenure.ledger.reads` and `tenure.ledger.laws`."""
+        with self.store.read() as connection:
+            yield connection
+
+    def begin_epoch(self, owner: str) -> int:
+        """Begin the next epoch; every earlier owner is fenced when this returns."""
+        with self.transaction() as tx:
+            return epochs.begin(tx, owner=owner)
+
+    def release(self, epoch: int) -> None:
+        """Record that the owner of `epoch` leaves in good order."""
+        with self.transaction(epoch) as tx:
+            epochs.release(tx)
+
+    def predecessor_crashed(self, epoch: int) -> bool:
+        """Return whether the owner before this one ended without `release`."""
+        with self.transaction(epoch) as tx:
+            return epochs.predecessor_crashed(tx)
+
+    def recover(self, epoch: int, *, deaths: Sequence[Death] = (), unknown_grace: timedelta | None = None) -> Report:
+        """Settle what earlier epochs and dead processes left behind; see `tenure.ledger.recovery`."""
+        with self.transaction(epoch) as tx:
+            return recovery.recover(tx, deaths=deaths, unknown_grace=unknown_grace)
+
+    def register(self, epoch: int, request: Registration) -> Hold:
+        """Admit a root execution. The same registration again gets the same answer."""
+        executions.check_registration(request)
+        with self.transaction(epoch) as tx:
+            return executions.register(tx, request)
+
+    def adopt(self, epoch: int, address: Address, proof: Proof) -> Hold:
+        """Attach a live root to the current epoch."""
+        with self.transaction(epoch) as tx:
+            return executions.adopt(tx, address, proof)
+
+    def attach(self, epoch: int, address: Address, *, secret_digest: str, identity: Identity) -> Hold:
+        """Put a reserved child into the hands of its own process."""
+        with self.transaction(epoch) as tx:
+            return executions.attach(tx, address, secret_digest, identity)
+
+    def apply(self, epoch: int, request: Request, *, careful: bool = False) -> Receipt:
+        """Apply one operation, once; a replay is answered from its receipt.
+
+        What a handler raises is stored as a refusal `operation_failed`. With `careful`, the attempt is
+        recorded first, and an operation that has killed its process five times is refused as `poisoned`
+        instead of run.
+
+        Raises:
+            InvalidParams, StaleEpoch, NotFound, PermissionDenied, StaleGeneration, AdmissionConflict,
+                SequenceGap: nothing was consumed.
+        """
+        checked = engine.read(request, self.registry)
+        poisoned = careful and self._count_attempt(epoch, checked) > engine.POISON_ATTEMPTS
+        verdict = {"refused": "poisoned", "attempts": engine.POISON_ATTEMPTS} if poisoned else None
+        try:
+            with self.transaction(epoch) as tx:
+                return self._apply(tx, checked, verdict, careful=careful)
+        except HandlerFault as fault:
+            verdict = {"refused": "operation_failed", "error": type(fault.cause).__name__}
+            with self.transaction(epoch) as tx:
+                return self._apply(tx, checked, verdict, careful=careful)
+
+    def _apply(
+        self, tx: Transaction, checked: engine.Checked, verdict: dict[str, Any] | None, *, careful: bool
+    ) -> Receipt:
+        receipt = engine.apply(tx, checked, verdict=verdict)
+        if careful:
+            a = schema.operation_attempts
+            key = (a.c.execution_id == receipt.execution_id) & (a.c.sequence == receipt.sequence)
+            tx.execute(delete(a).where(key))
+        return receipt
+
+    def _count_attempt(self, epoch: int, checked: engine.Checked) -> int:
+        """Record one more attempt of an authentic operation; returns how many that makes."""
+        a = schema.operation_attempts
+        with self.transaction(epoch) as tx:
+            execution = executions.authenticate(tx, checked.address, checked.proof)
+            key = (a.c.execution_id == execution.execution_id) & (a.c.sequence == checked.sequence)
+            if tx.execute(update(a).where(key).values(attempts=a.c.attempts + 1)).rowcount == 0:
+                tx.execute(insert(a).values(execution_id=execution.execution_id, sequence=checked.sequence, attempts=1))
+            return int(tx.execute(select(a.c.attempts).where(key)).scalar_one())
+
+    def discard(self, execution_id: str, *, by: str, reason: str = Reason.DISCARDED) -> Hold:
+        """End an `unknown` execution for good, as an operator."""
+        with self.transaction() as tx:
+            return executions.discard(tx, execution_id, reason=reason, by=by)
+
+    def drain(self, reason: str | None) -> None:
+        """Refuse registers and reservations from now on; None takes them again."""
+        if reason is not None and not reason.strip():
+            raise ConfigurationError("drain: a reason is needed")
+        with self.transaction() as tx:
+            epochs.drain(tx, reason)
+
+    def claim(self, execution_id: str) -> str:
+        """Return the stored claim digest, for an owner that has to check a proof before it parses.
+
+        Raises:
+            NotFound: no such execution.
+        """
+        x = schema.worker_executions
+        with self.store.read() as connection:
+            found = connection.execute(select(x.c.claim_digest).where(x.c.execution_id == execution_id)).scalar()
+        if found is None:
+            raise NotFound("execution")
+        return str(found)

@@ -1,0 +1,28 @@
+"""How far delegation may go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigurationError
+
+MAX_CHILDREN = 1000
+MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Caps on delegation; 0 in either means none.
+
+    Raises:
+        ConfigurationError: a value is not a whole number in range.
+    """
+
+    max_concurrent_children: int = 3
+    max_spawn_depth: int = 1
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_concurrent_children", MAX_CHILDREN), ("max_spawn_depth", MAX_DEPTH)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise ConfigurationError(f"{name}: {value!r} given, a whole number from 0 to {most} is allowed")

@@ -1,0 +1,130 @@
+"""Recovery: what an owner does about executions that nobody can be holding any more.
+
+Idempotent: a second pass finds nothing left to do. It never guesses: an execution of the current epoch is
+touched only when its process is proven dead, and every change keeps its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, Text, and_, insert, literal, select, update
+
+from . import children, schema
+from .canonical import canonical
+from .claims import Identity
+from .executions import discard
+from .schema import UtcDateTime
+from .states import Kind, Reason, Status
+from .transaction import Transaction
+
+PASSES_KEPT = 1000
+_x = schema.worker_executions
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Proof, gathered outside the ledger, that the process that held an execution is gone."""
+
+    execution_id: str
+    identity: Identity
+    evidence: str  # such as `no_such_process`
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one pass did, by execution id."""
+
+    epoch: int
+    unknown: list[str] = field(default_factory=list)
+    retired: list[str] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was nothing to do."""
+        return not (self.unknown or self.retired or self.discarded)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+
+def recover(tx: Transaction, *, deaths: Sequence[Death] = (), unknown_grace: timedelta | None = None) -> Report:
+    """Settle what earlier epochs and dead processes left, and record the pass.
+
+    `unknown_grace` is how long an execution may stay `unknown` before it is discarded; None is for ever.
+    """
+    by = f"recovery of epoch {tx.epoch}"
+    older = and_(_x.c.epoch < tx.epoch, _x.c.status != Status.TERMINAL)
+    report = Report(tx.epoch)
+    report.retired.extend(children.retire(tx, older, reason=Reason.OWNER_RESTARTED, by=by))
+    report.unknown.extend(_lose(tx, older, reason=Reason.OWNER_RESTARTED, by=by))
+    for death in deaths:
+        _bury(tx, death, report)
+    if unknown_grace is not None:
+        _discard_expired(tx, unknown_grace, report)
+    _record(tx, report)
+    return report
+
+
+def _lose(tx: Transaction, which: ColumnElement[bool], *, reason: str, by: str) -> list[str]:
+    """Make the writable roots that match `unknown`, set by set; returns their ids."""
+    chosen = which & (_x.c.kind != Kind.CHILD) & _x.c.status.in_([Status.REGISTERED, Status.RUNNING])
+    found = tx.execute(select(_x.c.execution_id).where(chosen)).scalars().all()
+    if not found:
+        return []
+    history = select(
+        _x.c.execution_id,
+        _x.c.status,
+        literal(Status.UNKNOWN.value, Text),
+        literal(tx.now, UtcDateTime),
+        literal(reason, Text),
+        literal(by, Text),
+        literal(tx.epoch),
+    ).where(chosen)
+    columns = ["execution_id", "from_status", "to_status", "at", "reason", "by", "epoch"]
+    tx.execute(insert(schema.execution_transitions).from_select(columns, history))
+    tx.execute(
+        update(_x).where(chosen).values(status=Status.UNKNOWN, status_at=tx.now, status_reason=reason, status_by=by)
+    )
+    tx.evict(found, ())
+    return list(found)
+
+
+def _bury(tx: Transaction, death: Death, report: Report) -> None:
+    """Settle one execution whose process is proven dead, if that process still holds it."""
+    execution = tx.execution(death.execution_id)
+    if execution is None or not execution.status.writable or execution.identity != death.identity:
+        return
+    one = _x.c.execution_id == death.execution_id
+    if execution.kind is Kind.CHILD:
+        below = children.retire_descendants(tx, [death.execution_id], reason=Reason.PARENT_FINISHED, by=death.evidence)
+        report.retired.extend(below + children.retire(tx, one, reason=Reason.PROCESS_DEAD, by=death.evidence))
+    else:
+        report.unknown.extend(_lose(tx, one, reason=Reason.PROCESS_DEAD, by=death.evidence))
+
+
+def _discard_expired(tx: Transaction, grace: timedelta, report: Report) -> None:
+    expired = select(_x.c.execution_id).where(_x.c.status == Status.UNKNOWN, _x.c.status_at <= tx.now - grace)
+    for execution_id in tx.execute(expired).scalars().all():
+        discard(tx, execution_id, reason=Reason.GRACE_EXPIRED, by=f"policy of {grace.total_seconds():.0f} s")
+        report.discarded.append(execution_id)
+
+
+def _record(tx: Transaction, report: Report) -> None:
+    passes = schema.recovery_passes
+    tx.execute(insert(passes).values(epoch=tx.epoch, at=tx.now, report=canonical(_counts(report))))
+    newest = tx.execute(select(passes.c.id).order_by(passes.c.id.desc()).limit(1)).scalar_one()
+    tx.execute(passes.delete().where(passes.c.id <= newest - PASSES_KEPT))
+    e = schema.epochs
+    tx.execute(update(e).where(e.c.epoch == tx.epoch, e.c.recovered_at.is_(None)).values(recovered_at=tx.now))
+
+
+def _counts(report: Report) -> dict[str, Any]:
+    """Return the report with at most a hundred ids of each, beside their number."""
+    lists = {"unknown": report.unknown, "retired": report.retired, "discarded": report.discarded}
+    return {name: {"count": len(ids), "first": ids[:100]} for name, ids in lists.items()}
