@@ -5,21 +5,23 @@
     hold = ledger.register(epoch, Registration(...))
     receipt = ledger.apply(epoch, Request(Address(...), 1, "transcript.append", {...}, proof))
 
-An operation is applied once, together with its receipt, its execution's last sequence and its session's revision, in one
-transaction that holds the epoch. Sending the same again is always safe: the receipt answers. A refusal is a
-receipt; an error consumes nothing and says what to do about it.
+An operation is applied once, together with its receipt, its execution's last sequence and its session's
+revision, in one transaction that holds the epoch. Sending the same again is always safe: the receipt answers.
+A refusal is a receipt; an error consumes nothing and says what to do about it.
 """
 
+from . import reads
 from .claims import Claim, Identity, Proof, claim_digest, secret_digest
 from .engine import Receipt, Request
 from .executions import Address, Hold, Registration
 from .ledger import Ledger
 from .limits import Limits
-from .operations import Operation, Refusal, Work, operation
+from .operations import BUILTIN, Operation, Refusal, Registry, Work, operation
 from .recovery import Death
 from .states import Kind, Outcome, Status
 
 __all__ = [
+    "BUILTIN",
     "Address",
     "Claim",
     "Death",
@@ -34,10 +36,12 @@ __all__ = [
     "Receipt",
     "Refusal",
     "Registration",
+    "Registry",
     "Request",
     "Status",
     "Work",
     "claim_digest",
     "operation",
+    "reads",
     "secret_digest",
 ]

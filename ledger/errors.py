@@ -116,6 +116,12 @@ class OwnerSuperseded(StaleEpoch):
     """This owner's epoch is no longer the current one: it must stop applying and leave."""
 
 
+class Refused(TenureError):
+    """A receipt says no; `detail` is its reason and `data` its facts. The sequence is consumed."""
+
+    reason = "refused"
+
+
 class SchemaMismatch(TenureError):
     """The ledger's schema is not the one this version reads; `detail` says how to bring it there."""
 
