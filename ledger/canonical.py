@@ -54,6 +54,13 @@ def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def shown(value: object) -> str:
+    """Return a value as an error may show it: short, and even where Python will not print it."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "an integer beyond 64 bits"
+    return f"{value!r:.40}"
+
+
 def _check(value: Any, path: str, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise InvalidParams(f"{path}: nested more than {MAX_DEPTH} levels deep")
@@ -63,7 +70,7 @@ def _check(value: Any, path: str, depth: int) -> None:
     elif kind is dict:
         for key, item in value.items():
             _check_key(key, path)
-            _check(item, f"{path}.{key}", depth + 1)
+            _check(item, f"{path}.{key:.40}", depth + 1)
     elif kind is list:
         for index, item in enumerate(value):
             _check(item, f"{path}[{index}]", depth + 1)
@@ -73,7 +80,7 @@ def _check(value: Any, path: str, depth: int) -> None:
 
 def _check_key(key: object, path: str) -> None:
     if type(key) is not str:
-        raise InvalidParams(f"{path}: key {key!r:.40} is {type(key).__name__}, keys are text")
+        raise InvalidParams(f"{path}: key {shown(key)} is {type(key).__name__}, keys are text")
     _check_text(key, f"{path} key")
 
 

@@ -20,6 +20,7 @@ from .transaction import Execution, Session, Transaction
 
 SOURCE = "subagent"
 MARKER = "_delegate_from"
+IDS_PER_STATEMENT = 10_000  # SQLite takes 32,766 parameters, PostgreSQL 65,535
 _x = schema.worker_executions
 
 
@@ -139,7 +140,11 @@ def retire_descendants(tx: Transaction, ancestors: list[str], *, reason: str, by
     tree = tree.union(below)
     # The ids are read first: the statements below change what the tree is found by.
     ids = list(tx.execute(select(tree.c.execution_id)).scalars())
-    return retire(tx, _x.c.execution_id.in_(ids), reason=reason, by=by) if ids else []
+    retired: list[str] = []
+    for first in range(0, len(ids), IDS_PER_STATEMENT):
+        some = _x.c.execution_id.in_(ids[first : first + IDS_PER_STATEMENT])
+        retired.extend(retire(tx, some, reason=reason, by=by))
+    return retired
 
 
 def retire(tx: Transaction, which: ColumnElement[bool], *, reason: str, by: str) -> list[str]:

@@ -16,11 +16,11 @@ from . import schema
 from .canonical import canonical, digest, parse
 from .claims import Proof
 from .errors import AdmissionConflict, InvalidParams, SequenceGap, StaleEpoch, StaleGeneration, TenureError
-from .executions import Address, authenticate, check_id
+from .executions import Address, authenticate, check_address, check_whole
 from .operations import Operation, Refusal, Registry, Result, Work
 from .states import Reason, Status
 from .store import unavailable
-from .transaction import Transaction
+from .transaction import Execution, Transaction
 
 POISON_ATTEMPTS = 5
 
@@ -79,12 +79,8 @@ def read(request: Request, registry: Registry) -> Checked:
     Raises:
         InvalidParams: `detail` names the field.
     """
-    address = request.address
-    _check_integer("sequence", request.sequence, least=1)
-    _check_integer("epoch", address.epoch, least=0)
-    _check_integer("generation", address.generation, least=1)
-    check_id("execution_id", address.execution_id)
-    check_id("session_id", address.session_id)
+    check_whole("sequence", request.sequence, least=1)
+    address = check_address(request.address)
     operation = registry.get(request.operation)
     if type(request.payload) is not dict:
         raise InvalidParams(f"payload: {type(request.payload).__name__} given, an object is allowed")
@@ -93,20 +89,12 @@ def read(request: Request, registry: Registry) -> Checked:
     return Checked(address, request.sequence, operation, payload, digest(operation.name, text), request.proof)
 
 
-def _check_integer(name: str, value: object, *, least: int) -> None:
-    if type(value) is not int or not least <= value < 2**63:
-        raise InvalidParams(f"{name}: {value!r:.40} given, a whole number from {least} is allowed")
-
-
-def apply(tx: Transaction, request: Checked, *, verdict: Result | None = None) -> Receipt:
-    """Apply one operation in the transaction, or answer it from its receipt.
-
-    `verdict` is stored instead of running the handler: what became of an operation that cannot be run.
+def admit(tx: Transaction, request: Checked) -> Execution | Receipt:
+    """Return the execution whose next operation this is, or the receipt that answers it already.
 
     Raises:
         StaleEpoch, NotFound, PermissionDenied, StaleGeneration, AdmissionConflict, SequenceGap: nothing is
             consumed; each in the order above.
-        HandlerFault: the handler raised; the transaction must not commit.
     """
     execution = authenticate(tx, request.address, request.proof)
     if execution.epoch != tx.epoch:
@@ -120,6 +108,21 @@ def apply(tx: Transaction, request: Checked, *, verdict: Result | None = None) -
         raise StaleGeneration(f"execution_{execution.status}", {"reason": execution.status_reason})
     if request.sequence != execution.last_sequence + 1:
         raise SequenceGap("missing", {"expected": execution.last_sequence + 1})
+    return execution
+
+
+def apply(tx: Transaction, request: Checked, *, verdict: Result | None = None) -> Receipt:
+    """Apply one operation in the transaction, or answer it from its receipt.
+
+    `verdict` is stored instead of running the handler: what became of an operation that cannot be run.
+
+    Raises:
+        StaleEpoch, NotFound, PermissionDenied, StaleGeneration, AdmissionConflict, SequenceGap: as in `admit`.
+        HandlerFault: the handler raised; the transaction must not commit.
+    """
+    execution = admit(tx, request)
+    if isinstance(execution, Receipt):
+        return execution
     session = tx.session(execution.session_id)
     assert session is not None  # a foreign key says so
     work = Work(tx, execution, session, request.sequence)
@@ -145,6 +148,8 @@ def apply(tx: Transaction, request: Checked, *, verdict: Result | None = None) -
 
 
 def _result_text(result: Result) -> str:
+    if type(result) is not dict:
+        raise HandlerFault(TypeError(f"{type(result).__name__} returned, an object is allowed"))
     try:
         return canonical(result, name="result")
     except InvalidParams as error:
@@ -167,6 +172,7 @@ def _run(request: Checked, work: Work) -> Result:
         if threading.current_thread() is threading.main_thread():
             raise
         raise HandlerFault(error) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        # An end of the process that a handler asks for is its fault too: the owner answers, and goes on.
         raise HandlerFault(error) from error
     return result.result() if isinstance(result, Refusal) else result

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from . import schema
+from .canonical import shown
 from .children import claim_of, new_session, retire_descendants
 from .claims import Identity, Proof
 from .errors import (
@@ -86,6 +87,29 @@ def check_id(name: str, value: object) -> str:
     return value
 
 
+def check_whole(name: str, value: object, *, least: int) -> None:
+    """Check that the value is a whole number that every database can hold.
+
+    Raises:
+        InvalidParams: it is not, or less than `least`.
+    """
+    if type(value) is not int or not least <= value < 2**63:
+        raise InvalidParams(f"{name}: {shown(value)} given, a whole number from {least} is allowed")
+
+
+def check_address(address: Address) -> Address:
+    """Return the address if it is well formed.
+
+    Raises:
+        InvalidParams: `detail` names the field.
+    """
+    check_whole("epoch", address.epoch, least=0)
+    check_whole("generation", address.generation, least=1)
+    check_id("execution_id", address.execution_id)
+    check_id("session_id", address.session_id)
+    return address
+
+
 def check_registration(request: Registration) -> Registration:
     """Return the request if it is well formed.
 
@@ -97,8 +121,8 @@ def check_registration(request: Registration) -> Registration:
     check_identity(request.identity)
     if len(request.source) > 64 or len(request.principal) > 64:
         raise InvalidParams("source, principal: at most 64 characters are allowed")
-    if request.kind not in set(Kind) - {Kind.CHILD}:
-        raise InvalidParams(f"kind: {request.kind!r:.40} given; compute, cron or kanban is allowed")
+    if request.kind not in [kind for kind in Kind if kind is not Kind.CHILD]:
+        raise InvalidParams(f"kind: {shown(request.kind)} given; compute, cron or kanban is allowed")
     _check_secret_digest(request.secret_digest)
     return request
 
@@ -175,6 +199,8 @@ def _registered_before(known: Execution, request: Registration) -> Hold:
     same = (
         known.session_id == request.session_id
         and known.kind == request.kind
+        and known.profile == request.profile
+        and known.principal == request.principal
         and hmac.compare_digest(known.claim_digest, claim_of(known, request.secret_digest))
         and known.identity == request.identity
     )
@@ -248,13 +274,16 @@ def attach(tx: Transaction, address: Address, secret_digest: str, identity: Iden
     Raises:
         PermissionDenied: wrong secret, or another process has attached before (`claim_mismatch`).
         StaleGeneration: the child has ended, or has receipts of its parent's process.
-        StaleEpoch, NotFound: as in `authenticate`.
+        StaleEpoch: it was reserved under an older epoch, whose children end.
+        NotFound: as in `authenticate`.
     """
     check_identity(identity)
     _check_secret_digest(secret_digest)
     execution = authenticate(tx, address, _Secret(tx, address, secret_digest))
     if execution.kind is not Kind.CHILD:
         raise PermissionDenied("not_a_child")
+    if execution.epoch != tx.epoch:
+        raise StaleEpoch("not_adopted", {"epoch": tx.epoch})
     if execution.attached_at is not None and execution.identity == identity:
         return Hold.of(execution)
     if execution.attached_at is not None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy.exc import DBAPIError
 
 from . import engine, epochs, executions, recovery, schema
 from .claims import Identity, Proof
 from .clock import Clock, utc_now
 from .engine import HandlerFault, Receipt, Request
-from .errors import ConfigurationError, NotFound
+from .errors import ConfigurationError, NotFound, TenureError, Unavailable
 from .executions import Address, Hold, Registration
 from .limits import Limits
 from .migrate import require_head
@@ -109,11 +110,13 @@ class Ledger:
 
     def adopt(self, epoch: int, address: Address, proof: Proof) -> Hold:
         """Attach a live root to the current epoch."""
+        executions.check_address(address)
         with self.transaction(epoch) as tx:
             return executions.adopt(tx, address, proof)
 
     def attach(self, epoch: int, address: Address, *, secret_digest: str, identity: Identity) -> Hold:
         """Put a reserved child into the hands of its own process."""
+        executions.check_address(address)
         with self.transaction(epoch) as tx:
             return executions.attach(tx, address, secret_digest, identity)
 
@@ -129,35 +132,54 @@ class Ledger:
                 SequenceGap: nothing was consumed.
         """
         checked = engine.read(request, self.registry)
-        poisoned = careful and self._count_attempt(epoch, checked) > engine.POISON_ATTEMPTS
-        verdict = {"refused": "poisoned", "attempts": engine.POISON_ATTEMPTS} if poisoned else None
+        if not careful:
+            return self._run(epoch, checked)
+        if self._count_attempt(epoch, checked) > engine.POISON_ATTEMPTS:
+            verdict = {"refused": "poisoned", "attempts": engine.POISON_ATTEMPTS}
+            return self._settle(epoch, checked, verdict, careful=True)
         try:
-            with self.transaction(epoch) as tx:
-                return self._apply(tx, checked, verdict, careful=careful)
-        except HandlerFault as fault:
-            verdict = {"refused": "operation_failed", "error": type(fault.cause).__name__}
-            with self.transaction(epoch) as tx:
-                return self._apply(tx, checked, verdict, careful=careful)
+            return self._run(epoch, checked, careful=True)
+        except Unavailable:
+            with suppress(TenureError):  # the first error is the one to tell
+                self._uncount_attempt(epoch, checked)
+            raise
 
-    def _apply(
-        self, tx: Transaction, checked: engine.Checked, verdict: dict[str, Any] | None, *, careful: bool
+    def _run(self, epoch: int, checked: engine.Checked, *, careful: bool = False) -> Receipt:
+        """Run the operation, or store that it failed."""
+        try:
+            return self._settle(epoch, checked, careful=careful)
+        except HandlerFault as fault:
+            cause: BaseException = fault.cause
+        except DBAPIError as error:  # a deferred constraint of an application's table speaks at the commit
+            cause = error
+        verdict = {"refused": "operation_failed", "error": type(cause).__name__}
+        return self._settle(epoch, checked, verdict, careful=careful)
+
+    def _settle(
+        self, epoch: int, checked: engine.Checked, verdict: dict[str, Any] | None = None, *, careful: bool
     ) -> Receipt:
-        receipt = engine.apply(tx, checked, verdict=verdict)
-        if careful:
-            a = schema.operation_attempts
-            key = (a.c.execution_id == receipt.execution_id) & (a.c.sequence == receipt.sequence)
-            tx.execute(delete(a).where(key))
-        return receipt
+        with self.transaction(epoch) as tx:
+            receipt = engine.apply(tx, checked, verdict=verdict)
+            if careful:
+                tx.execute(delete(schema.operation_attempts).where(_attempts_of(checked)))
+            return receipt
 
     def _count_attempt(self, epoch: int, checked: engine.Checked) -> int:
-        """Record one more attempt of an authentic operation; returns how many that makes."""
+        """Record one more attempt of an operation that is about to run; returns how many that makes."""
+        a, mine = schema.operation_attempts, _attempts_of(checked)
+        with self.transaction(epoch) as tx:
+            if isinstance(engine.admit(tx, checked), Receipt):
+                return 0
+            if tx.execute(update(a).where(mine).values(attempts=a.c.attempts + 1)).rowcount == 0:
+                row = {"execution_id": checked.address.execution_id, "sequence": checked.sequence}
+                tx.execute(insert(a).values(row | {"attempts": 1}))
+            return int(tx.execute(select(a.c.attempts).where(mine)).scalar_one())
+
+    def _uncount_attempt(self, epoch: int, checked: engine.Checked) -> None:
+        """Take an attempt back that its process has survived."""
         a = schema.operation_attempts
         with self.transaction(epoch) as tx:
-            execution = executions.authenticate(tx, checked.address, checked.proof)
-            key = (a.c.execution_id == execution.execution_id) & (a.c.sequence == checked.sequence)
-            if tx.execute(update(a).where(key).values(attempts=a.c.attempts + 1)).rowcount == 0:
-                tx.execute(insert(a).values(execution_id=execution.execution_id, sequence=checked.sequence, attempts=1))
-            return int(tx.execute(select(a.c.attempts).where(key)).scalar_one())
+            tx.execute(update(a).where(_attempts_of(checked)).values(attempts=a.c.attempts - 1))
 
     def discard(self, execution_id: str, *, by: str, reason: str = Reason.DISCARDED) -> Hold:
         """End an `unknown` execution for good, as an operator."""
@@ -175,11 +197,18 @@ class Ledger:
         """Return the stored claim digest, for an owner that has to check a proof before it parses.
 
         Raises:
+            InvalidParams: it cannot be an id.
             NotFound: no such execution.
         """
+        executions.check_id("execution_id", execution_id)
         x = schema.worker_executions
         with self.store.read() as connection:
             found = connection.execute(select(x.c.claim_digest).where(x.c.execution_id == execution_id)).scalar()
         if found is None:
             raise NotFound("execution")
         return str(found)
+
+
+def _attempts_of(checked: engine.Checked) -> ColumnElement[bool]:
+    a = schema.operation_attempts
+    return (a.c.execution_id == checked.address.execution_id) & (a.c.sequence == checked.sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .canonical import shown
 from .errors import ConfigurationError
 
 MAX_CHILDREN = 1000
@@ -25,4 +26,4 @@ class Limits:
         for name, most in (("max_concurrent_children", MAX_CHILDREN), ("max_spawn_depth", MAX_DEPTH)):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
-                raise ConfigurationError(f"{name}: {value!r} given, a whole number from 0 to {most} is allowed")
+                raise ConfigurationError(f"{name}: {shown(value)} given, a whole number from 0 to {most} is allowed")

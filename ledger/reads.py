@@ -5,7 +5,8 @@ Each function takes a connection of `Ledger.read()`; what one transaction reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,6 +19,23 @@ from .errors import NotFound
 from .recovery import Death
 from .states import Status
 from .transaction import Execution, Session
+
+__all__ = [
+    "Connection",
+    "Move",
+    "Runtime",
+    "Step",
+    "children",
+    "execution",
+    "executions",
+    "held_on",
+    "history",
+    "runtime",
+    "session",
+    "steps",
+    "transcript",
+    "tree",
+]
 
 _x = schema.worker_executions
 _s = schema.sessions
@@ -94,6 +112,22 @@ def executions(connection: Connection, *, live_only: bool = False) -> Iterator[E
     if live_only:
         statement = statement.where(_x.c.status != Status.TERMINAL)
     return (Execution.of(row) for row in connection.execute(statement).mappings())
+
+
+def tree(executions: Iterable[Execution]) -> list[Execution]:
+    """Return executions with every child right below its parent, siblings in the order given."""
+    below: dict[str | None, list[Execution]] = defaultdict(list)
+    known = {x.execution_id: x for x in executions}
+    for x in known.values():
+        parent = x.parent_execution_id if x.parent_execution_id in known else None
+        below[parent].append(x)
+
+    def down(parent: str | None) -> Iterator[Execution]:
+        for x in below[parent]:
+            yield x
+            yield from down(x.execution_id)
+
+    return list(down(None))
 
 
 def children(connection: Connection, execution_id: str) -> list[Execution]:

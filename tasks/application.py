@@ -44,7 +44,7 @@ def make_app(settings: Settings) -> Celery:
         task_default_exchange=settings.work_queue,
         task_default_routing_key=settings.work_queue,
         task_create_missing_queues=False,
-        task_routes={"tenure.*": {"queue": settings.owner_queue}},
+        task_routes={name: {"queue": settings.owner_queue} for name in (APPLY, CONTROL, RECOVER, CANARY)},
         task_acks_late=True,
         task_reject_on_worker_lost=False,
         task_ignore_result=True,
@@ -54,8 +54,6 @@ def make_app(settings: Settings) -> Celery:
         accept_content=["json"],
         result_accept_content=["json"],
         task_send_sent_event=True,
-        worker_pool="threads",  # heartbeats go on while an operation is applied
-        worker_concurrency=1,
         worker_prefetch_multiplier=1,
         worker_send_task_events=True,
         worker_hijack_root_logger=False,

@@ -9,6 +9,7 @@ It belongs to the process that made it. After a fork the child makes its own.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from .transports import BrokerTransport, DirectTransport
 from .wire import Answer, Control, claim_proof
 
 ANSWER_SECONDS = 60.0
+Intercept = Callable[[list[Answer]], list[Answer]]
 
 
 class Client:
@@ -48,13 +50,16 @@ class Client:
         self.registry = registry or Registry(BUILTIN)
         self._resend_seconds, self._outbox_bytes = resend_seconds, outbox_bytes
         self._pid = os.getpid()
+        self._intercept: Intercept | None = None
         self.sender: Sender
         self.principal: Principal
         self._transport: BrokerTransport | DirectTransport
 
     @classmethod
-    def connect(cls, settings: Settings) -> Self:
+    def connect(cls, settings: Settings, *, intercept: Intercept | None = None) -> Self:
         """Return a client that reaches the owner through the broker.
+
+        `intercept` sees every batch of answers first and returns those to take in: a fault test loses some.
 
         Raises:
             ConfigurationError: no broker, or no key for this principal.
@@ -66,6 +71,7 @@ class Client:
             resend_seconds=settings.resend_seconds,
             outbox_bytes=settings.outbox_bytes,
         )
+        client._intercept = intercept
         app = make_app(settings)
         transport = BrokerTransport(app, principal, settings.owner_queue, client._receive)
         client._use(transport, threaded=True)
@@ -88,7 +94,12 @@ class Client:
         self.sender = Sender(transport, resend_seconds=self._resend_seconds, threaded=threaded)
 
     def _receive(self, answers: list[Answer]) -> None:
-        self.sender.receive(answers)
+        self.sender.receive(self._intercept(answers) if self._intercept else answers)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that made the client."""
+        return os.getpid() != self._pid
 
     def check_process(self) -> None:
         """Refuse to work in a forked child.
@@ -96,7 +107,7 @@ class Client:
         Raises:
             ConfigurationError: this client was made before a fork.
         """
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ConfigurationError("this client was made before a fork; make one in this process")
 
     def ask(self, kind: Control, body: dict[str, Any], *, within: float = ANSWER_SECONDS) -> dict[str, Any]:
@@ -151,7 +162,7 @@ class Client:
 
     def close(self) -> None:
         """Stop carrying and listening. What is journalled stays journalled."""
-        if os.getpid() == self._pid:
+        if not self.forked:
             self.sender.close()
             self._transport.close()
 

@@ -129,16 +129,15 @@ class Keyring:
             ConfigurationError: it is missing, readable by others, or not of the form above.
         """
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            with path.open("rb") as file:
+                mode, raw = os.fstat(file.fileno()).st_mode, file.read()
         except OSError as error:
             hint = "; `tenure keys` makes one" if isinstance(error, FileNotFoundError) else ""
             raise ConfigurationError(f"key file {path}: {error.strerror}{hint}") from None
-        with os.fdopen(descriptor) as file:
-            if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
-                raise ConfigurationError(f"key file {path}: others can read it; `chmod 600` it")
-            text = file.read()
+        if os.name == "posix" and mode & 0o077:
+            raise ConfigurationError(f"key file {path}: others can read it; `chmod 600` it")
         try:
-            entries = json.loads(text)["principals"].items()
+            entries = json.loads(raw)["principals"].items()
             return cls({name: _principal(name, entry) for name, entry in entries})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"key file {path}: {type(error).__name__}: {error}") from None

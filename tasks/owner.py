@@ -16,7 +16,7 @@ from typing import Any
 from ..ledger import Address, Identity, Kind, Ledger, Registration, Request, reads
 from ..ledger.canonical import parse
 from ..ledger.errors import InvalidParams, OwnerSuperseded, PermissionDenied, TenureError, to_wire
-from ..ledger.executions import Hold
+from ..ledger.executions import Hold, check_address, check_identity
 from ..ledger.transaction import Execution
 from . import wire
 from .keys import Capability, Keyring, Principal
@@ -72,6 +72,7 @@ class Owner:
         try:
             message = wire.read_apply(value)
             principal = self.keyring.get(message.principal)
+            wire.verify_run(message, principal)
         except TenureError as error:
             _refuse(value, error)
             return None
@@ -136,8 +137,7 @@ class Owner:
 
     def _register(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
         principal.require(Capability.REGISTER)
-        identity = Identity(**body["identity"])
-        self._check_process(identity)
+        identity = self._checked_process(body)
         request = Registration(
             execution_id=body["execution"],
             session_id=body["session"],
@@ -145,27 +145,26 @@ class Owner:
             profile=body["profile"],
             principal=principal.name,
             identity=identity,
-            secret_digest=principal.unseal(body["secret"], context=body["execution"]),
+            secret_digest=_opened_secret(body, principal),
             source=body["source"],
         )
         return hold_to_json(self.ledger.register(self.epoch, request))
 
     def _adopt(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
         principal.require(Capability.ADOPT)
-        address, proof = _address(body, Control.ADOPT)
+        address, proof = _address(body), _proof(body, Control.ADOPT)
         return hold_to_json(self.ledger.adopt(self.epoch, address, proof))
 
     def _attach(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
         principal.require(Capability.ATTACH)
-        address = Address(body["epoch"], body["execution"], body["session"], body["generation"])
-        identity = Identity(**body["identity"])
-        self._check_process(identity)
-        digest = principal.unseal(body["secret"], context=address.execution_id)
-        return hold_to_json(self.ledger.attach(self.epoch, address, secret_digest=digest, identity=identity))
+        identity = self._checked_process(body)
+        digest = _opened_secret(body, principal)
+        hold = self.ledger.attach(self.epoch, _address(body), secret_digest=digest, identity=identity)
+        return hold_to_json(hold)
 
     def _inspect(self, body: dict[str, Any]) -> dict[str, Any]:
         """Tell a holder how its execution and its children stand; it takes no sequence and no lock."""
-        address, proof = _address(body, Control.INSPECT)
+        address, proof = _address(body), _proof(body, Control.INSPECT)
         with self.ledger.read() as connection:
             execution = reads.execution(connection, address.execution_id)
             if not proof.matches(execution.claim_digest):
@@ -174,15 +173,18 @@ class Owner:
         told = [_child_to_json(child) for child in children]
         return hold_to_json(Hold.of(execution)) | {"children": told}
 
-    def _check_process(self, identity: Identity) -> None:
-        """Refuse a process of this host that is provably not what it says.
+    def _checked_process(self, body: dict[str, Any]) -> Identity:
+        """Return the sender's identity; refuse a process of this host that is provably not what it says.
 
         Raises:
+            InvalidParams: it cannot be an identity.
             PermissionDenied: the process is dead, another one, another user's, or this owner.
         """
+        identity = check_identity(Identity(**body["identity"]))
         admission = admit(identity, self.here, owner_pid=self._owner_pid)
         if not admission.admitted:
             raise PermissionDenied(f"process_{admission.reason}")
+        return identity
 
     def recover(self, *, unknown_grace: timedelta | None) -> dict[str, Any]:
         """Run one recovery pass; returns the report.
@@ -209,9 +211,23 @@ def _child_to_json(child: Execution) -> dict[str, Any]:
     }
 
 
-def _address(body: dict[str, Any], purpose: Control) -> tuple[Address, ControlProof]:
-    address = Address(body["epoch"], body["execution"], body["session"], body["generation"])
-    return address, ControlProof(purpose, address.execution_id, address.epoch, body["proof"])
+def _address(body: dict[str, Any]) -> Address:
+    return check_address(Address(body["epoch"], body["execution"], body["session"], body["generation"]))
+
+
+def _proof(body: dict[str, Any], purpose: Control) -> ControlProof:
+    return ControlProof(purpose, body["execution"], body["epoch"], _text(body, "proof"))
+
+
+def _opened_secret(body: dict[str, Any], principal: Principal) -> str:
+    return principal.unseal(_text(body, "secret"), context=_text(body, "execution"))
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body[name]
+    if not isinstance(value, str):
+        raise InvalidParams(f"body.{name}: text is allowed")
+    return value
 
 
 def _unsealed(name: str, payload: Any, principal: Principal, execution: str) -> Any:
@@ -227,5 +243,5 @@ def _unsealed(name: str, payload: Any, principal: Principal, execution: str) -> 
 
 def _refuse(value: object, error: TenureError) -> None:
     """Refuse what is not ours, or not provably from whom it says: once in the log, sizes only."""
-    size = len(repr(value)) if isinstance(value, dict) else 0
-    logger.warning("refused a message of %d characters: %s", size, error.explain())
+    texts = [item for item in value.values() if isinstance(item, str)] if isinstance(value, dict) else []
+    logger.warning("refused a message with %d characters of text: %s", sum(map(len, texts)), error.explain())

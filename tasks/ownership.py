@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 from celery import Celery, bootsteps, signals
+from celery.concurrency import get_implementation
+from celery.utils.text import str_to_list
 from celery.worker import state
 from kombu.exceptions import OperationalError
 
@@ -257,6 +259,26 @@ def _refuse_to_start(problem: str) -> NoReturn:
 
 
 def gate(app: Celery, tenancy: Tenancy) -> None:
-    """Hold back this application's worker of the owner queue until it owns."""
-    step = type("Ownership", (OwnershipStep,), {"tenancy": tenancy})
-    app.steps["worker"].add(step)
+    """Hold back this application's worker of the owner queue until it owns.
+
+    Such a worker gets its pool and concurrency here: Celery's own defaults, prefork and one process for each core, are
+    for the work queue.
+    """
+    queue = tenancy.settings.owner_queue
+
+    def one_at_a_time(instance: Any, conf: Any, options: dict[str, Any], **_kwargs: Any) -> None:
+        if (
+            instance.app is app
+            and options.get("concurrency") is None
+            and queue in str_to_list(options.get("queues") or "")
+        ):
+            conf.worker_concurrency = 1
+
+    def in_this_process(sender: Any, **_kwargs: Any) -> None:
+        consumed = sender.app is app and queue in app.amqp.queues.consume_from
+        if consumed and sender.pool_cls is get_implementation("prefork"):
+            sender.pool_cls = get_implementation("threads")
+
+    signals.celeryd_init.connect(one_at_a_time, weak=False)
+    signals.worker_init.connect(in_this_process, weak=False)
+    app.steps["worker"].add(type("Ownership", (OwnershipStep,), {"tenancy": tenancy}))

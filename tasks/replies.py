@@ -30,11 +30,20 @@ def reply_queue(name: str) -> Queue:
 def publish(app: Celery, reply: Reply) -> None:
     """Send a reply; if the broker does not take it, log that and let the worker ask again."""
     try:
-        with app.producer_pool.acquire(block=True, timeout=10) as producer:
-            producer.publish(reply.message, routing_key=reply.reply_to, exchange="", serializer="json", retry=False)
-            _expire(producer, reply.reply_to)
-    except OperationalError as error:  # kombu gives every transport's failures this form
-        logger.warning("a reply was not sent, its worker will ask again: %s", type(error).__name__)
+        with app.producer_or_acquire() as producer:
+            _send(producer, reply)
+    except OperationalError as error:
+        logger.warning("a reply was not sent, its worker will ask again: %s", error)
+
+
+def _send(producer: Producer, reply: Reply) -> None:
+    connection: Any = producer.connection
+    try:
+        producer.publish(reply.message, routing_key=reply.reply_to, exchange="", serializer="json", retry=False)
+        _expire(producer, reply.reply_to)
+    except (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors) as error:
+        # kombu gives a failure to connect its own form, the loss of a connection the transport's.
+        raise OperationalError(f"{type(error).__name__}: {error}") from error
 
 
 def _expire(producer: Producer, queue: str) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-from ..ledger.errors import Unavailable, from_wire
+from ..ledger.errors import OwnerSuperseded, TenureError, Unavailable, from_wire
 from .stream import MAX_PAUSE_SECONDS, Adoption, Run, Stream
 from .wire import Answer, Control, claim_proof
 
@@ -129,7 +129,8 @@ class Sender:
                 raise TimeoutError
             ends = [t for t in (due, give_up) if t is not None]
             with self._changed:
-                self._changed.wait(max(0.0, min(ends) - now) if ends else _IDLE_SECONDS)
+                if not promise.done():  # another caller's turn may have brought it since
+                    self._changed.wait(max(0.0, min(ends) - now) if ends else _IDLE_SECONDS)
         return promise.result()
 
     def step(self) -> float | None:
@@ -142,11 +143,31 @@ class Sender:
                 errand.due = now + errand.pause
                 errand.pause = min(errand.pause * 2, MAX_PAUSE_SECONDS)
         for errand in errands:
-            self._carry(partial(self._transport.control, errand.kind, errand.body, errand.request))
+            self._survive(partial(self._run, errand))
         for parcel in parcels:
-            self._carry(partial(self._send, parcel))
+            self._survive(partial(self._carry, partial(self._send, parcel)))
         with self._changed:
             return self._next_due()
+
+    def _survive(self, carry: Callable[[], None]) -> None:
+        """Carry one thing. What that raises is for the caller whose turn it is; the thread goes on for all others."""
+        try:
+            carry()
+        except Exception:
+            if self._thread is None:
+                raise
+            logger.exception("not sent, will be again")
+
+    def _run(self, errand: Errand) -> None:
+        try:
+            self._carry(partial(self._transport.control, errand.kind, errand.body, errand.request))
+        except OwnerSuperseded:
+            raise
+        except TenureError as error:  # no message can be made of it; whoever asked has to know, nobody else
+            with self._changed:
+                if not errand.promise.done():
+                    errand.promise.set_exception(error)
+                self._changed.notify_all()
 
     def _send(self, parcel: Run | Adoption) -> list[Answer]:
         if isinstance(parcel, Run):

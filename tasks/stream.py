@@ -20,6 +20,7 @@ from ..ledger.errors import (
     SequenceGap,
     StaleEpoch,
     TenureError,
+    Unavailable,
     from_wire,
 )
 from ..ledger.executions import Hold
@@ -129,6 +130,13 @@ class Stream:
         """Take one answer in. Those to an earlier numbering, or already taken in, mean nothing."""
         if answer.request != self.request or self.broken:
             return
+        try:
+            self._take_in(answer)
+        except Unavailable as error:
+            # The disk did not take it, so it is not taken in at all; it comes again when the operation is sent again.
+            logger.warning("%s: an answer was left aside: %s", self.hold.execution_id, error.explain())
+
+    def _take_in(self, answer: Answer) -> None:
         if answer.error is not None:
             self._fail(answer.sequence, from_wire(answer.error))
         elif answer.sequence:
@@ -152,6 +160,8 @@ class Stream:
         return found[0] if found and found[0].sequence == sequence else None
 
     def _adopted(self, epoch: int) -> None:
+        if epoch != self._adopting:
+            return
         logger.info("%s: adopted under epoch %d", self.hold.execution_id, epoch)
         self.hold = replace(self.hold, epoch=epoch)
         self._adopting = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ from kombu.exceptions import OperationalError
 
 from ..ledger import Identity, Ledger
 from ..ledger.canonical import canonical, parse
-from ..ledger.errors import TenureError, Unavailable
+from ..ledger.errors import OwnerSuperseded, TenureError, Unavailable
 from . import wire
 from .application import APPLY, CONTROL
 from .keys import Keyring, Principal
@@ -48,7 +49,7 @@ def run_message(run: Run, *, principal: Principal, reply_to: str) -> dict[str, A
         first=run.entries[0].sequence,
         operations=[_travelling(entry, principal, hold.execution_id) for entry in run.entries],
         claim=run.claim,
-        principal=principal.name,
+        principal=principal,
         request=run.request,
         reply_to=reply_to,
     )
@@ -89,8 +90,9 @@ class DirectTransport:
         return wire.read_reply(reply.message, self.principal)[1]
 
     def close(self) -> None:
-        """Record that this owner leaves in good order."""
-        self.owner.ledger.release(self.owner.epoch)
+        """Record that this owner leaves in good order, unless a newer one has replaced it."""
+        with suppress(OwnerSuperseded):
+            self.owner.ledger.release(self.owner.epoch)
 
 
 class BrokerTransport:

@@ -4,12 +4,16 @@ kombu's JSON rewrites values that look typed, so whatever a user can put anythin
 string of canonical JSON, and the proof covers exactly that string. Nothing here carries a secret.
 
     control   register, adopt, attach, inspect: signed with the principal's key
-    apply     a run of consecutive operations of one execution: proved with its claim
+    apply     a run of consecutive operations of one execution: proved with its claim, signed with the principal's key
     reply     answers to either, in bulk: signed with the principal's key
+
+The claim's proof decides what may be written. The signature decides what is answered: an answer can end a
+sender's stream, so nobody else may bring an owner to give one in reply to something that the sender never sent.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,8 +21,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from ..ledger.canonical import MAX_BYTES, canonical, parse
-from ..ledger.errors import InvalidParams
+from ..ledger.canonical import MAX_BYTES, canonical, parse, shown
+from ..ledger.errors import InvalidParams, PermissionDenied
 from .keys import Principal, keyed_digest, same
 
 VERSION = 1
@@ -57,6 +61,7 @@ class ApplyMessage(_Message, frozen=True):
     renumbered since.
     """
 
+    signature: str
     request: str
     epoch: int
     execution: str
@@ -67,7 +72,7 @@ class ApplyMessage(_Message, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Answers in bulk: `answers` is canonical JSON, a list of `Answer`."""
+    """Answers in bulk: `answers` is JSON text, a list of `Answer`."""
 
     version: int
     epoch: int
@@ -109,21 +114,24 @@ def apply(
     first: int,
     operations: list[tuple[str, str]],
     claim: str,
-    principal: str,
+    principal: Principal,
     request: str,
     reply_to: str,
 ) -> dict[str, Any]:
-    """Return a proved run; each operation is a name and its payload's canonical JSON text."""
+    """Return a proved and signed run; each operation is a name and its payload's canonical JSON text."""
     run = "[" + ",".join(f'["{name}",{payload}]' for name, payload in operations) + "]"
-    bare = ApplyMessage(VERSION, principal, "", reply_to, request, epoch, execution, session, generation, first, run)
-    proof = keyed_digest(claim.encode(), apply_text(bare))
-    return msgspec.structs.asdict(bare) | {"proof": proof}
+    fences = (epoch, execution, session, generation)
+    bare = ApplyMessage(VERSION, principal.name, "", reply_to, "", request, *fences, first, run)
+    text = apply_text(bare)
+    proof = keyed_digest(claim.encode(), text)
+    return msgspec.structs.asdict(bare) | {"proof": proof, "signature": principal.sign(_signed_text(text, proof))}
 
 
 def reply(epoch: int, answers: list[Answer], *, principal: Principal) -> dict[str, Any]:
     """Return signed answers."""
-    text = canonical([asdict(answer) for answer in answers], name="answers", max_bytes=2**30)
-    proof = principal.sign(_reply_text(epoch, text))
+    # Not canonical: a result that is nested as deep as is allowed stands deeper here. ASCII carries any text.
+    text = json.dumps([asdict(answer) for answer in answers], allow_nan=False, separators=(",", ":"))
+    proof = principal.sign(_reply_text(epoch, principal.name, text))
     return msgspec.structs.asdict(ReplyMessage(VERSION, epoch, principal.name, text, proof))
 
 
@@ -134,18 +142,18 @@ def read_control(value: object) -> ControlMessage:
         InvalidParams: it is not of the form above.
     """
     message = _read(value, ControlMessage)
-    _check_size("body", message.body)
+    _check_request(message, "body", message.body)
     return message
 
 
 def read_apply(value: object) -> ApplyMessage:
-    """Read a run; its proof is still to be verified.
+    """Read a run; its signature and its proof are still to be verified.
 
     Raises:
         InvalidParams: it is not of the form above.
     """
     message = _read(value, ApplyMessage)
-    _check_size("run", message.run)
+    _check_request(message, "run", message.run)
     return message
 
 
@@ -156,8 +164,10 @@ def read_reply(value: object, principal: Principal) -> tuple[int, list[Answer]]:
         InvalidParams: it is not of the form above.
         PermissionDenied: it is not signed by an owner that has this principal's key.
     """
-    message = _convert(value, ReplyMessage)
-    principal.verify(_reply_text(message.epoch, message.answers), message.proof)
+    message = _read(value, ReplyMessage)
+    if message.principal != principal.name:
+        raise PermissionDenied("other_principal")
+    principal.verify(_reply_text(message.epoch, message.principal, message.answers), message.proof)
     return message.epoch, [Answer(**answer) for answer in parse(message.answers, name="answers")]
 
 
@@ -184,6 +194,15 @@ def verify_control(message: ControlMessage, principal: Principal) -> None:
     """
     text = _control_text(message.control, message.principal, message.request, message.reply_to, message.body)
     principal.verify(text, message.proof)
+
+
+def verify_run(message: ApplyMessage, principal: Principal) -> None:
+    """Check a run's signature.
+
+    Raises:
+        PermissionDenied: it is not this principal's.
+    """
+    principal.verify(_signed_text(apply_text(message), message.proof), message.signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,39 +242,56 @@ class ControlProof:
 
 
 def apply_text(message: ApplyMessage) -> str:
-    """Return what a run's proof covers: every field but the proof."""
+    """Return what a run's proof covers: every field but the proof and the signature."""
     head = (message.version, message.principal, message.reply_to, message.request, message.epoch)
     rest = (message.execution, message.session, message.generation, message.first)
     return "\0".join(["tenure.apply", *map(str, head + rest), message.run])
+
+
+def _signed_text(text: str, proof: str) -> str:
+    return f"tenure.run\0{proof}\0{text}"
 
 
 def _control_text(kind: Control, principal: str, request: str, reply_to: str, body: str) -> str:
     return "\0".join(["tenure.control", str(VERSION), kind, principal, request, reply_to, body])
 
 
-def _reply_text(epoch: int, answers: str) -> str:
-    return f"tenure.reply\0{VERSION}\0{epoch}\0{answers}"
+def _reply_text(epoch: int, principal: str, answers: str) -> str:
+    return "\0".join(["tenure.reply", str(VERSION), str(epoch), principal, answers])
 
 
-M = TypeVar("M", ControlMessage, ApplyMessage)
+M = TypeVar("M", ControlMessage, ApplyMessage, ReplyMessage)
+_QUOTING = ("Object contains unknown field", "Invalid enum value")  # what msgspec then says holds text of the message
 
 
 def _read(value: object, kind: type[M]) -> M:
-    message: M = _convert(value, kind)
+    try:
+        message = msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        told = str(error)
+        raise InvalidParams(f"message: {next((q for q in _QUOTING if told.startswith(q)), told)}") from None
     if message.version != VERSION:
-        raise InvalidParams(f"version: {message.version} given, {VERSION} is allowed")
-    if not REPLY_QUEUE.fullmatch(message.reply_to):
-        raise InvalidParams("reply_to: not a reply queue's name")
+        raise InvalidParams(f"version: {shown(message.version)} given, {VERSION} is allowed")
+    for name in kind.__struct_fields__:
+        _check_text(name, getattr(message, name))
     return message
 
 
-def _check_size(name: str, text: str) -> None:
+def _check_request(message: _Message, name: str, text: str) -> None:
+    if not REPLY_QUEUE.fullmatch(message.reply_to):
+        raise InvalidParams("reply_to: not a reply queue's name")
     if len(text) > MAX_RUN_BYTES:
         raise InvalidParams(f"{name}: {len(text)} characters, at most {MAX_RUN_BYTES} are allowed")
 
 
-def _convert(value: object, kind: Any) -> Any:
+def _check_text(name: str, value: object) -> None:
+    """Refuse what digests cannot cover: NUL parts their fields, a lone surrogate has no UTF-8 form."""
+    if isinstance(value, str) and ("\0" in value or not _encodable(value)):
+        raise InvalidParams(f"{name}: text holds a NUL character or a lone surrogate")
+
+
+def _encodable(text: str) -> bool:
     try:
-        return msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise InvalidParams(f"message: {error}") from None
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False

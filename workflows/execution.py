@@ -236,8 +236,9 @@ class Execution:
         """Return the sealed ticket by which another process takes this child over; this one lets go of it.
 
         Raises:
-            ConfigurationError: it is not a child, or has been written to from here.
+            ConfigurationError: it is not a child, has been written to from here, or this is a fork.
         """
+        self.client.check_process()
         hold = self._stream.hold
         if hold.kind is not Kind.CHILD or self._used:
             raise ConfigurationError("a ticket is for a child that was not written to from here")
@@ -284,8 +285,14 @@ class Execution:
         """Let go of the handle. What is journalled stays journalled.
 
         A child that was never used is finished, which frees its slot. A parent is not: it may go on elsewhere.
+        In a forked child this lets go of copies only.
         """
         if self._closed:
+            return
+        if self.client.forked:
+            # Neither the sender's lock nor the outbox is this process' own.
+            self._closed = True
+            self._stream.outbox.close()
             return
         unused_child = self._stream.hold.kind is Kind.CHILD and not (self._used or self._given_away)
         try:

@@ -13,6 +13,7 @@ from ..states import Outcome
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # `$` would let a line feed follow
 Json = Any
 
 
@@ -64,14 +65,14 @@ class StepRecord(Closed):
     """The result of a durable step."""
 
     name: Name
-    input_digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    input_digest: Digest
     result: Json
 
 
 class ChildReserve(Closed):
     """By which secret the child will be held: its digest, as `ledger.secret_digest` makes it."""
 
-    secret_digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    secret_digest: Digest
 
 
 class SessionEnd(Closed):

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
 
+from ..canonical import shown
 from ..errors import ConfigurationError, InvalidParams
 from .work import Refusal, Result, Work
 
@@ -35,7 +36,7 @@ class Operation(Generic[P]):
         try:
             return msgspec.convert(value, self.payload, strict=True)
         except msgspec.ValidationError as error:
-            raise InvalidParams(f"{self.name}: {error}") from None
+            raise InvalidParams(f"{self.name}: {error!s:.400}") from None  # it quotes what was sent
 
 
 def operation(name: str) -> Callable[[Callable[[Work, P], Result | Refusal]], Operation[P]]:
@@ -82,7 +83,7 @@ class Registry:
         """
         found = self._known.get(name) if isinstance(name, str) else None
         if found is None:
-            raise InvalidParams(f"operation: {name!r:.80} is not known")
+            raise InvalidParams(f"operation: {shown(name)} is not known")
         return found
 
 

@@ -1,0 +1,5 @@
+"""`python -m tenure`."""
+
+from tenure.cli import main
+
+main()
