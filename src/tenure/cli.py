@@ -39,6 +39,11 @@ class Commands(click.Group):
             fail(error.detail if isinstance(error, ConfigurationError) else error.explain())
         except TimeoutError as error:
             fail(str(error))
+        except BrokenPipeError:  # whoever reads the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(TROUBLE) from None
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def fail(text: str) -> NoReturn:
