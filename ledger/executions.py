@@ -321,10 +321,11 @@ def discard(tx: Transaction, execution_id: str, *, reason: str, by: str) -> Hold
     """End an execution that is `unknown` and that nobody will adopt. Ended ones are answered as they are.
 
     Raises:
+        InvalidParams: it cannot be an id.
         NotFound: no such execution.
         AdmissionConflict: it is live: drain or let it finish.
     """
-    execution = tx.execution(execution_id)
+    execution = tx.execution(check_id("execution_id", execution_id))
     if execution is None:
         raise NotFound("execution")
     if execution.status.writable:

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, RowMapping, Select, Table
 
 from .limits import Limits
 
-ROWS = 1000  # fetched at once, where a row is small
-WIDE_ROWS = 16  # fetched at once, where each may hold megabytes
+ROWS = 1000  # fetched together, where a row is small
+WIDE_ROWS = 16  # fetched together, where each may hold megabytes
 
 Rows = Select[*tuple[Any, ...]]
 
@@ -38,11 +38,11 @@ class Case:
     what: str
     rows: Rows
     broken: Callable[[RowMapping], bool] | None = None
+    at_once: int = ROWS  # rows fetched together
 
     def found(self, connection: Connection, law: str) -> Iterator[Violation]:
         """Yield the rows that break the law as the database finds them."""
-        size = WIDE_ROWS if self.broken else ROWS
-        with connection.execute(self.rows.execution_options(yield_per=size)) as result:
+        with connection.execute(self.rows.execution_options(yield_per=self.at_once)) as result:
             for row in result.mappings():
                 if self.broken is None or self.broken(row):
                     yield self._violation(law, row)

@@ -43,13 +43,13 @@ from . import schema
 from .canonical import canonical, parse
 from .children import MARKER, SOURCE
 from .errors import InvalidParams
-from .law import Case, Law, Rows, Violation, law, law_of_limits
+from .law import WIDE_ROWS, Case, Law, Rows, Violation, law, law_of_limits
 from .limits import Limits
 from .states import CHILD_SESSION_END, TRANSITIONS, Kind, Status
 
 __all__ = ["LAWS", "Law", "Violation", "audit", "no_secret"]
 
-MAX_TERMS = 500  # of one OR: SQLite nests expressions at most 1000 deep
+MAX_TERMS = 100  # of one OR, which SQLite nests
 
 _e, _h, _m, _r = schema.epochs, schema.execution_transitions, schema.messages, schema.worker_receipts
 _runtime, _s, _sm, _steps = schema.runtime_epoch, schema.sessions, schema.session_models, schema.steps
@@ -64,7 +64,9 @@ _refused = _r.c.result.contains('"refused":"')
 
 
 def _rows(table: Table, *facts: ColumnElement[Any]) -> Rows:
-    return select(*table.primary_key.columns, *facts)
+    """Select the primary key of a table and facts, of which some may be part of the key."""
+    key = list(table.primary_key.columns)
+    return select(*key, *(fact for fact in facts if all(fact is not column for column in key)))
 
 
 def _span(number: ColumnElement[int], *key: ColumnElement[Any]) -> Subquery:
@@ -365,7 +367,7 @@ def delegation_marker() -> Iterator[Case]:
     )
     rows = rows.add_columns(*hidden).join_from(_s, _x, _x.c.session_id == _s.c.session_id)
     rows = rows.join(_parent, _parent.c.execution_id == _x.c.parent_execution_id)
-    yield Case(_s, "not marked as its parent's", rows, _unmarked)
+    yield Case(_s, "not marked as its parent's", rows, _unmarked, WIDE_ROWS)
 
 
 def _unmarked(row: RowMapping) -> bool:
@@ -391,7 +393,7 @@ def canonical_json() -> Iterator[Case]:
     for columns, broken in ((_OBJECTS, _no_object), (_VALUES, _not_canonical)):
         for column in columns:
             rows = _rows(column.table, column.label("_text")).where(column.is_not(None))
-            yield Case(column.table, f"{column.name} is not canonical", rows, broken)
+            yield Case(column.table, f"{column.name} is not canonical", rows, broken, WIDE_ROWS)
 
 
 def _not_canonical(row: RowMapping) -> bool:

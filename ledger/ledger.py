@@ -52,9 +52,14 @@ class Ledger:
             SchemaMismatch: the ledger has to be upgraded first (`tenure db upgrade`), or is newer than this version.
             Unavailable: the database does not answer.
         """
+        registry = Registry(BUILTIN, operations)
         store = Store(url)
-        require_head(store)
-        return cls(store, Registry(BUILTIN, operations), limits=limits or Limits(), clock=clock)
+        try:
+            require_head(store)
+        except BaseException:
+            store.close()
+            raise
+        return cls(store, registry, limits=limits or Limits(), clock=clock)
 
     def close(self) -> None:
         """Give every connection back."""

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, func, select
 from . import schema
 from .canonical import parse
 from .errors import NotFound
+from .executions import check_id
 from .recovery import Death
 from .states import Status
 from .transaction import Execution, Session
@@ -86,8 +87,10 @@ def session(connection: Connection, session_id: str) -> Session:
     """Return a session.
 
     Raises:
+        InvalidParams: it cannot be an id.
         NotFound: there is none.
     """
+    check_id("session_id", session_id)
     row = connection.execute(select(_s).where(_s.c.session_id == session_id)).mappings().first()
     if row is None:
         raise NotFound("session")
@@ -98,8 +101,10 @@ def execution(connection: Connection, execution_id: str) -> Execution:
     """Return an execution.
 
     Raises:
+        InvalidParams: it cannot be an id.
         NotFound: there is none.
     """
+    check_id("execution_id", execution_id)
     row = connection.execute(select(_x).where(_x.c.execution_id == execution_id)).mappings().first()
     if row is None:
         raise NotFound("execution")
@@ -140,7 +145,7 @@ def transcript(connection: Connection, session_id: str) -> Iterator[dict[str, An
     """Return a session's messages in order.
 
     Raises:
-        NotFound: there is no such session.
+        InvalidParams, NotFound: there is no such session.
     """
     session(connection, session_id)
     m = schema.messages

@@ -16,12 +16,22 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, extract, func, select
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, TimeoutError  # noqa: A004 (the pool's)
 
 from .errors import ConfigurationError, Unavailable
 
 PATIENCE_SECONDS = 20.0  # how long a statement waits for a database that is busy
-_PROGRAM_FAULT = {sqlite3.SQLITE_ERROR}  # SQLite reports a wrong statement as operational too
+_STATEMENT_FAULTS = {  # SQLite reports a wrong statement as operational too
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_MISUSE,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_RANGE,
+}
+_PROGRAM_LIMIT = "54"  # class of SQLSTATE: PostgreSQL reports what no patience changes as operational too
+_READ_ONLY = "25006"  # and a standby, which may be a primary tomorrow, as internal
 _PG_OPTIONS = (
     f"-c lock_timeout={int(PATIENCE_SECONDS * 1000)} -c statement_timeout={int(PATIENCE_SECONDS * 3000)}"
     " -c idle_in_transaction_session_timeout=60000"
@@ -53,15 +63,21 @@ def unavailable(error: DBAPIError) -> Unavailable | None:
     original = error.orig
     if isinstance(original, sqlite3.Error):
         code = getattr(original, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        if isinstance(original, sqlite3.IntegrityError) or code & 0xFF in _PROGRAM_FAULT:
+        if code & 0xFF in _STATEMENT_FAULTS:
             return None
         name = getattr(original, "sqlite_errorname", type(original).__name__)
         return Unavailable(f"SQLite: {original} ({name})")
-    if error.connection_invalidated or isinstance(error, (OperationalError, InterfaceError)):
-        state = getattr(original, "sqlstate", None) or type(original).__name__
+    state = getattr(original, "sqlstate", None)
+    if error.connection_invalidated or _of_the_server(error, state):
         first_line = str(original).strip().partition("\n")[0]
-        return Unavailable(f"PostgreSQL: {first_line} ({state})")
+        return Unavailable(f"PostgreSQL: {first_line} ({state or type(original).__name__})")
     return None
+
+
+def _of_the_server(error: DBAPIError, state: str | None) -> bool:
+    if state is None:  # the driver's own: about the connection, unless there is a statement that it will not send
+        return isinstance(error, (OperationalError, InterfaceError)) and error.statement is None
+    return state == _READ_ONLY or (isinstance(error, OperationalError) and not state.startswith(_PROGRAM_LIMIT))
 
 
 class Store:
@@ -85,10 +101,13 @@ class Store:
 
     def _check_file(self) -> None:
         path = Path(str(self.url.database))
-        if path.exists() and not path.is_file():
-            raise ConfigurationError(f"ledger URL: {path} is not a file")
-        if not path.parent.is_dir():
-            raise ConfigurationError(f"ledger URL: the folder {path.parent} does not exist")
+        try:
+            if path.exists() and not path.is_file():
+                raise ConfigurationError(f"ledger URL: {path} is not a file")
+            if not path.parent.is_dir():
+                raise ConfigurationError(f"ledger URL: the folder {path.parent} does not exist")
+        except OSError as error:
+            raise ConfigurationError(f"ledger URL: {path}: {error.strerror}") from error
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -121,6 +140,8 @@ class Store:
 def _translated() -> Iterator[None]:
     try:
         yield
+    except TimeoutError as error:
+        raise Unavailable("every connection of this process' pool is in use") from error
     except DBAPIError as error:
         told = unavailable(error)
         if told is None:

@@ -46,7 +46,8 @@ class _Record:
 def embedded_url(state_dir: Path) -> str | None:
     """Return the URL of the embedded broker that runs for this state directory, or None.
 
-    Raises `ConfigurationError` when its folder is not the user's alone or holds a record that is not ours.
+    Raises `ConfigurationError` when its folder is not the user's alone or holds no record of ours, `Unavailable`
+    when the disk refuses.
     """
     folder = _folder_of(state_dir)
     if not os.path.lexists(folder):
@@ -124,9 +125,7 @@ class EmbeddedBroker:
     def stop(self) -> None:
         """End the server, which first writes its data out, and free the folder; may be called again."""
         self._end_server()
-        if self._forker is not None:
-            self._forker.shutdown()
-        self._record = self._forker = None
+        self._record = None
         self._lock.release()
 
     def _started(self) -> _Record:
@@ -143,13 +142,14 @@ class EmbeddedBroker:
             raise Unavailable(f"another supervisor runs the embedded broker in {self._folder}") from error
 
     def _end_server(self) -> None:
-        if self._process is None:
-            return
-        with self._process as process:
-            process.terminate()
-            if _exit_status(process, self._stop_seconds) is None:
-                process.kill()
-        self._process = None
+        if self._process is not None:
+            with self._process as process:
+                process.terminate()
+                if _exit_status(process, self._stop_seconds) is None:
+                    process.kill()
+        if self._forker is not None:
+            self._forker.shutdown()
+        self._process = self._forker = None
 
     def _launch(self, previous: Address) -> None:
         deadline = time.monotonic() + self._start_seconds
@@ -180,7 +180,7 @@ class EmbeddedBroker:
             raise self._failure("did not come up") from error
 
     def _fork(self, command: list[str], *, talk: bool = False) -> subprocess.Popen[bytes]:
-        self._forker = self._forker or ThreadPoolExecutor(1, "tenure-broker")
+        self._forker = ThreadPoolExecutor(1, "tenure-broker")
         with _fresh_log(self._folder).open("wb") as log:
             # S603: the command is ours, its program chosen by `find_server`.
             self._process = self._forker.submit(

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from celery import Celery, Task
+from celery.worker.request import Request
+from kombu.transport.virtual import QoS
 
 from ..config import Settings
 from ..ledger.errors import OwnerSuperseded, Unavailable
@@ -23,6 +26,23 @@ from .replies import publish
 logger = logging.getLogger(__name__)
 
 
+class _Request(Request):
+    """A message that counts as done here although the broker could not be told, as while it does not answer.
+
+    The broker gives it again later, and its receipt answers. kombu would count it as in work for ever: with a
+    window of one message the owner would stay connected and consume nothing.
+    """
+
+    def acknowledge(self) -> None:
+        """Tell the broker; then take it out of the window in any case."""
+        super().acknowledge()
+        qos, tag = getattr(self.message.channel, "qos", None), self.message.delivery_tag
+        if isinstance(qos, QoS):  # of a transport on which kombu does the counting
+            with suppress(KeyError):  # it is out already
+                qos.get(tag)
+                QoS.ack(qos, tag)
+
+
 def add_endpoints(app: Celery, settings: Settings, tenancy: Tenancy) -> None:
     """Give the application its owner tasks."""
 
@@ -30,7 +50,8 @@ def add_endpoints(app: Celery, settings: Settings, tenancy: Tenancy) -> None:
         def run(_task: Task[Any, Any], /, *args: object, **_kwargs: object) -> Any:
             return _serve(app, tenancy, lambda owner: duty(owner, args[0] if args else None))
 
-        app.task(bind=True, name=name, typing=False, ignore_result=True)(run)
+        # Shared, it would be every other application's too, and that one's would be ours.
+        app.task(bind=True, shared=False, name=name, typing=False, ignore_result=True, Request=_Request)(run)
 
     grace = timedelta(seconds=settings.unknown_grace_seconds)
     endpoint(APPLY, lambda owner, value: owner.apply(value))

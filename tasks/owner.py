@@ -15,7 +15,15 @@ from typing import Any
 
 from ..ledger import Address, Identity, Kind, Ledger, Registration, Request, reads
 from ..ledger.canonical import parse
-from ..ledger.errors import InvalidParams, OwnerSuperseded, PermissionDenied, TenureError, to_wire
+from ..ledger.errors import (
+    Action,
+    InvalidParams,
+    OwnerSuperseded,
+    PermissionDenied,
+    TenureError,
+    Unavailable,
+    to_wire,
+)
 from ..ledger.executions import Hold, check_address, check_identity
 from ..ledger.transaction import Execution
 from . import wire
@@ -95,7 +103,7 @@ class Owner:
             raise
         except TenureError as error:
             logger.info("%s:%d: %s", message.execution, sequence, error.explain())
-            answers.append(Answer(None, to_wire(error), message.execution, sequence, message.request))
+            answers.append(Answer(None, self._told(error), message.execution, sequence, message.request))
         return answers
 
     def control(self, value: object) -> Reply | None:
@@ -117,8 +125,22 @@ class Owner:
             raise
         except TenureError as error:
             logger.info("%s: %s", message.control, error.explain())
-            answer = Answer(None, to_wire(error), request=message.request)
+            answer = Answer(None, self._told(error), request=message.request)
         return Reply(message.reply_to, wire.reply(self.epoch, [answer], principal=principal))
+
+    def _told(self, error: TenureError) -> dict[str, Any]:
+        """Return an error as it is answered. One that has its reader give up is for the current owner to tell.
+
+        Raises:
+            OwnerSuperseded: this is not it.
+        """
+        try:
+            if error.action is Action.NEVER:
+                with self.ledger.transaction(self.epoch):
+                    pass
+        except Unavailable as now:
+            return to_wire(now)
+        return to_wire(error)
 
     def _control(self, message: ControlMessage, principal: Principal) -> dict[str, Any]:
         body = parse(message.body, name="body")

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 from celery import Celery, bootsteps, signals
@@ -27,13 +26,15 @@ from kombu.exceptions import OperationalError
 
 from ..config import Settings
 from ..ledger import Identity, Ledger, Limits, ownership, reads
-from ..ledger.errors import TenureError, Unavailable
+from ..ledger.errors import OwnerSuperseded, TenureError, Unavailable
 from .application import CANARY
 from .keys import Keyring
 from .liveness import Life, check, own_identity
 from .owner import Owner
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EX_SUPERSEDED = 70  # this owner has been replaced; start a new one
 EX_CONFIG = 78
@@ -171,8 +172,8 @@ class OwnershipStep(bootsteps.StartStopStep):
     def start(self, worker: Any) -> None:
         """Stand by until the lease is free, then own."""
         try:
-            ledger, here = self.tenancy.open()
             keyring = Keyring.load(self.tenancy.settings.keys)
+            ledger, here = self._stand_by(self.tenancy.open)
         except TenureError as error:
             _refuse_to_start(error.explain())
         self._stand_by(lambda: self.tenancy.try_to_own(ledger, here, keyring))
@@ -180,14 +181,16 @@ class OwnershipStep(bootsteps.StartStopStep):
         self._spawn(self._renew, "tenure-lease")
         self._spawn(lambda: self._listen_for_itself(worker.app), "tenure-canary")
 
-    def _stand_by(self, attempt: Callable[[], Owner | None]) -> None:
+    def _stand_by(self, attempt: Callable[[], T | None]) -> T:
         told = ""
         while True:
             state.maybe_shutdown()
             try:
-                if attempt():
-                    return
+                if found := attempt():
+                    return found
                 now = "standing by: another owner is at work"
+            except OwnerSuperseded as error:  # it was held up between its epoch's begin and its recovery
+                self.tenancy.leave(error.explain())
             except Unavailable as error:
                 now = f"standing by: {error.explain()}"
             if now != told:
@@ -254,7 +257,8 @@ def unfit(queues: list[str], concurrency: int, pool: str, owner_queue: str) -> s
 
 
 def _refuse_to_start(problem: str) -> NoReturn:
-    sys.stderr.write(f"tenure: {problem}\n")
+    # Not to standard error, which Celery has turned into warnings by now: some log levels and log files miss those.
+    logger.critical("tenure: %s", problem)
     raise SystemExit(EX_CONFIG)
 
 

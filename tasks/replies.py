@@ -41,9 +41,15 @@ def _send(producer: Producer, reply: Reply) -> None:
     try:
         producer.publish(reply.message, routing_key=reply.reply_to, exchange="", serializer="json", retry=False)
         _expire(producer, reply.reply_to)
-    except (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors) as error:
+    except _faults(connection) as error:
         # kombu gives a failure to connect its own form, the loss of a connection the transport's.
         raise OperationalError(f"{type(error).__name__}: {error}") from error
+
+
+def _faults(connection: Connection) -> tuple[type[Exception], ...]:
+    """Return what the transport raises when its broker is away, or refuses."""
+    recoverable = (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors)
+    return (*recoverable, *connection.connection_errors, *connection.channel_errors)
 
 
 def _expire(producer: Producer, queue: str) -> None:
@@ -51,6 +57,10 @@ def _expire(producer: Producer, queue: str) -> None:
     channel: Any = producer.channel
     if producer.connection is not None and producer.connection.transport.driver_type == "redis":
         channel.client.expire(queue, ABANDONED_SECONDS)
+
+
+def _leave_aside(_message: object, error: Exception) -> None:
+    logger.warning("a reply that cannot be read was left aside: %s", type(error).__name__)
 
 
 class Listener:
@@ -66,7 +76,7 @@ class Listener:
     def stop(self) -> None:
         """End the thread and wait for it."""
         self._stopping.set()
-        self._thread.join(timeout=15)
+        self._thread.join(timeout=5)  # in a call to a silent broker it ends later, by itself
 
     def _run(self) -> None:
         pause = 0.1
@@ -75,7 +85,7 @@ class Listener:
             try:
                 self._listen(connection)
                 pause = 0.1
-            except (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors) as error:
+            except _faults(connection) as error:
                 logger.info("no replies for now, the broker is away: %s", type(error).__name__)
                 self._stopping.wait(pause)
                 pause = min(pause * 2, 5.0)
@@ -86,7 +96,12 @@ class Listener:
     def _listen(self, connection: Connection) -> None:
         channel = connection.channel()
         with connection.Consumer(
-            [self._queue], channel=channel, callbacks=[self._receive], accept=["json"], no_ack=True
+            [self._queue],
+            channel=channel,
+            callbacks=[self._receive],
+            on_decode_error=_leave_aside,
+            accept=["json"],
+            no_ack=True,
         ):
             self.listening.set()
             while not self._stopping.is_set():

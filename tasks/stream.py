@@ -17,6 +17,7 @@ from ..ledger.errors import (
     Action,
     AdmissionConflict,
     InvalidParams,
+    OutboxCorrupt,
     SequenceGap,
     StaleEpoch,
     TenureError,
@@ -110,21 +111,36 @@ class Stream:
 
     def due(self) -> float | None:
         """Return when to poll next, on the clock of `poll`; None when there is nothing to send."""
-        return None if self.broken or self.idle else self._due
+        try:
+            return None if self.broken or self.idle else self._due
+        except TenureError:  # of the outbox; `poll` sees to it
+            return self._due
 
     def poll(self, now: float) -> Run | Adoption | None:
         """Return what to send now. It counts as sent: without an answer it comes again after a pause."""
-        if self.broken or self.idle:
+        if self.broken or now < self._due:
             return None
-        if now < self._due:
-            return None
-        self._due = now + self._pause
-        self._pause = min(self._pause * 2, MAX_PAUSE_SECONDS)
+        try:
+            return None if self.idle else self._next(now)
+        except Unavailable as error:
+            logger.warning("%s: its outbox cannot be read now: %s", self.hold.execution_id, error.explain())
+            self._pause_from(now)
+        except TenureError as error:
+            self._break(error)
+        return None
+
+    def _next(self, now: float) -> Run | Adoption:
         if self._adopting is not None:
+            self._pause_from(now)
             return Adoption(self.hold, self.claim, self._adopting, self.request)
         entries = _cut(self.outbox.pending(limit=RUN_LENGTH))
+        self._pause_from(now)
         self._in_flight = len(entries)
         return Run(self.hold, self.claim, self.request, entries)
+
+    def _pause_from(self, now: float) -> None:
+        self._due = now + self._pause
+        self._pause = min(self._pause * 2, MAX_PAUSE_SECONDS)
 
     def receive(self, answer: Answer) -> None:
         """Take one answer in. Those to an earlier numbering, or already taken in, mean nothing."""
@@ -135,6 +151,8 @@ class Stream:
         except Unavailable as error:
             # The disk did not take it, so it is not taken in at all; it comes again when the operation is sent again.
             logger.warning("%s: an answer was left aside: %s", self.hold.execution_id, error.explain())
+        except OutboxCorrupt as error:
+            self._break(error)
 
     def _take_in(self, answer: Answer) -> None:
         if answer.error is not None:

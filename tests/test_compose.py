@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -145,9 +146,9 @@ def compose() -> list[str]:
 
 def config(given: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "docker-compose.yml", tmp_path)  # away from an .env file of the user's
-    path = {"PATH": str(Path("/usr/bin")) + ":/usr/local/bin:/bin", "HOME": str(tmp_path)}
+    around = {k: v for k, v in os.environ.items() if k not in GIVEN and not k.startswith("COMPOSE_")}
     args = [*compose(), "-f", str(tmp_path / "docker-compose.yml"), "config"]
-    return subprocess.run(args, env=path | given, capture_output=True, text=True, check=False, cwd=tmp_path)
+    return subprocess.run(args, env=around | given, capture_output=True, text=True, check=False, cwd=tmp_path)
 
 
 def test_compose_accepts_the_file(tmp_path):

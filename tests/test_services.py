@@ -218,7 +218,7 @@ def test_a_process_gets_the_environment_of_the_test_and_no_settings_of_the_user(
 
 
 SUITE = """
-import sys, pytest
+import os, sys, pytest
 from tests import isolation, services
 
 def test_started_before_the_broker_is_ended_before_it(spawn, redis_url, request):
@@ -230,6 +230,7 @@ def test_started_before_the_broker_is_ended_before_it(spawn, redis_url, request)
         client.close()
         assert not process.running
     request.addfinalizer(at_teardown)
+    assert "TENURE_LEASE_SECONDS" not in os.environ
     assert False, "so that its output is shown"
 
 def test_needs(postgres_url):
@@ -245,10 +246,16 @@ def test_what_the_fixtures_report(spawn, tmp_path, ci, redis_url):
         *(sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", tmp_path, "-rs"),
         tmp_path / "suite",
         cwd=ROOT,
-        env={"CI": ci, "TENURE_TEST_ALLOW_SKIP": None, "TENURE_TEST_POSTGRES": "postgresql://a:hunter2@127.0.0.1:1/x"},
+        env={
+            "CI": ci,
+            "TENURE_TEST_ALLOW_SKIP": None,
+            "TENURE_TEST_POSTGRES": "postgresql://a:hunter2@127.0.0.1:1/x",
+            "TENURE_LEASE_SECONDS": "a setting of whoever runs the tests",
+        },
     )
     code, output = run.wait(within=60), run.output
     assert code == 1, output
+    assert "so that its output is shown" in output
     assert "words of a process" in output.partition("output of")[2]
     assert "PostgreSQL not found at postgresql://a:***@127.0.0.1:1/x: " in output
     assert "hunter2" not in output

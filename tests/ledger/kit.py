@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 from sqlalchemy import Table, event, select
@@ -151,9 +151,7 @@ class Worker:
 
     def attach(self, identity: Identity) -> Hold:
         """Take a reserved child into another process."""
-        hold = self.ledger.attach(
-            self.epoch, self.address, secret_digest=secret_digest(self.secret), identity=identity
-        )
+        hold = self.ledger.attach(self.epoch, self.address, secret_digest=secret_digest(self.secret), identity=identity)
         self.identity = identity
         return hold
 
@@ -196,7 +194,7 @@ def database_fault(ledger: Ledger) -> OperationalError:
         cause.sqlite_errorcode, cause.sqlite_errorname = sqlite3.SQLITE_IOERR, "SQLITE_IOERR"  # type: ignore[attr-defined]
     else:
         cause = psycopg.OperationalError("the connection is lost")
-    return OperationalError("", None, cause)
+    return OperationalError("", None, cause, connection_invalidated=True)
 
 
 class Failing:
@@ -214,7 +212,7 @@ class Failing:
             self.failed = True
             raise database_fault(self.ledger)
 
-    def __enter__(self) -> Failing:
+    def __enter__(self) -> Self:
         event.listen(self.ledger.store.engine, self.name, self._before)
         return self
 

@@ -158,8 +158,6 @@ def test_a_generation_is_fenced_by_the_execution_and_by_the_session(ledger, epoc
     for generation in (1, 2):
         with pytest.raises(StaleGeneration, check=lambda error: error.detail == "generation_mismatch"):
             worker.send(worker.request(APPEND, HELLO, generation=generation))
-    with ledger.transaction(epoch) as tx:  # no lawful ledger is so
-        tx.session(worker.session_id).generation = 1
 
 
 def test_a_finished_execution_answers_a_replay_of_each_of_its_operations(ledger, epoch):

@@ -52,7 +52,7 @@ class Fleet:
         """`settings` are named like the fields of `Settings`; without `broker` the embedded one is used."""
         self._spawn, self.folder = spawn, folder
         self.state_dir = folder / "state"
-        given = {"state_dir": self.state_dir, "ledger_url": ledger, "broker_url": broker, "resend_seconds": 0.2}
+        given = {"state_dir": self.state_dir, "ledger_url": ledger, "broker_url": broker, "resend_seconds": 0.5}
         self.env = {
             f"TENURE_{name.upper()}": str(value) for name, value in (given | settings).items() if value is not None
         }

@@ -69,6 +69,13 @@ def client(broker: EmbeddedBroker) -> redis.Redis:
     return broker._started().address.client()
 
 
+def listening(broker: EmbeddedBroker) -> str:
+    """Return the one address at which the server takes connections."""
+    connections = psutil.Process(broker.pid).net_connections()
+    (address,) = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+    return f"{address.ip}:{address.port}"
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -124,6 +131,7 @@ class TestLife:
         assert not broker.running
         assert dead(server)
         assert not (state / "broker/broker.sock").exists()
+        assert "tenure-broker" not in str(threading.enumerate())
         for attribute in ("url", "pid"):
             with pytest.raises(Unavailable):
                 getattr(broker, attribute)
@@ -159,6 +167,8 @@ class TestLife:
             assert broker.url == url == embedded_url(state)
             with client(broker) as connection:
                 assert connection.llen("queue") == 200
+        with EmbeddedBroker(state):  # the lock was given back
+            pass
 
     def test_settings(self, state: Path) -> None:
         with EmbeddedBroker(state) as broker, client(broker) as connection:
@@ -259,6 +269,13 @@ class TestFolder:
             with pytest.raises(Unavailable):
                 EmbeddedBroker(state).start()
         assert (state / "broker/broker.sock").exists()
+
+    def test_a_stale_socket_is_removed(self, tmp_path: Path) -> None:
+        address = broker_address.Address(path=str(tmp_path / "s"))
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(address.path)
+        broker_address.clear_socket(address)
+        assert not (tmp_path / "s").exists()
 
     def test_a_busy_server_listens(self, tmp_path: Path) -> None:
         address = broker_address.Address(path=str(tmp_path / "s"))
@@ -367,6 +384,7 @@ class TestSupervisors:
                 assert dead(server)
                 assert broker.pid != server.pid
                 assert connection.llen("queue") == 1
+            assert "SIGTERM" in (state / "broker/server.log.1").read_text()
 
     def test_one_that_is_frozen_too(self, state: Path) -> None:
         with supervisor(state, NO_DEATH_SIGNAL) as (process, server):
@@ -376,13 +394,31 @@ class TestSupervisors:
             with EmbeddedBroker(state, stop_seconds=0.2):
                 assert dead(server)
 
-    def test_a_launch_after_the_supervisors_death_ends(self, state: Path) -> None:
-        address = broker_address.Address(path="/nowhere")
-        command = broker_server.server_command("/bin/echo", state, address)
-        command[command.index(str(os.getpid()))] = "1"
+    def test_one_that_does_not_end_keeps_others_away(self, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with supervisor(state, NO_DEATH_SIGNAL) as (process, server):
+            os.kill(server.pid, signal.SIGSTOP)
+            process.kill()
+            process.wait()
+            monkeypatch.setattr(psutil.Process, "kill", lambda process: None)
+            with pytest.raises(Unavailable) as refused:
+                EmbeddedBroker(state, stop_seconds=0.1).start()
+            assert "does not end" in refused.value.detail
+            assert not dead(server)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's death signal")
+    @pytest.mark.parametrize(
+        ("argument", "wrong", "said"),
+        [
+            (str(os.getpid()), "1", "the supervisor has gone"),
+            (str(int(signal.SIGTERM)), "999", "prctl: Invalid argument"),
+        ],
+        ids=["another parent", "no death signal"],
+    )
+    def test_no_server_without_a_supervisor(self, argument: str, wrong: str, said: str, state: Path) -> None:
+        command = broker_server.server_command("/bin/echo", state, broker_address.Address(path="/nowhere"))
+        command[command.index(argument)] = wrong
         ended = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert ended.returncode == 1
-        assert ended.stdout == ""
+        assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (1, "", said)
 
     def test_a_copied_folder_is_another_brokers(self, state: Path, tmp_path: Path) -> None:
         with EmbeddedBroker(state) as broker:
@@ -417,6 +453,13 @@ class TestUrl:
         with EmbeddedBroker(state) as broker:
             seen = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
             assert seen == broker.url
+        assert embedded_url(state) is None
+
+    def test_a_server_that_cannot_be_judged_is_asked(self, state: Path) -> None:
+        record = state / "broker/server.json"
+        with EmbeddedBroker(state) as broker:
+            record.write_text(record.read_text().replace(own_identity().host, "elsewhere"))
+            assert embedded_url(state) == broker.url
         assert embedded_url(state) is None
 
     def test_a_port_that_is_another_programs_by_now(self, state: Path, only_fakeredis: None) -> None:
@@ -498,9 +541,7 @@ class TestFakeredis:
             assert broker.description.startswith("development broker")
             assert connection.set("key", "value")
             assert connection.get("key") == "value"
-            listening = [c for c in psutil.Process(broker.pid).net_connections() if c.status == "LISTEN"]
-            assert [c.laddr.ip for c in listening] == ["127.0.0.1"]
-            assert broker.url == f"redis://127.0.0.1:{listening[0].laddr.port}/0" == embedded_url(state)
+            assert broker.url == f"redis://{listening(broker)}/0" == embedded_url(state)
             server = identity_of(broker.pid)
         assert dead(server)
         assert embedded_url(state) is None
@@ -519,6 +560,7 @@ class TestFakeredis:
         port = int(url.rsplit(":", 1)[1].partition("/")[0])
         with socket.create_server(("127.0.0.1", port)), EmbeddedBroker(state) as broker:
             assert broker.url != url
+            assert broker.url == f"redis://{listening(broker)}/0"
 
     def test_no_reply_waits_for_an_acknowledgement(self, state: Path) -> None:
         def seconds() -> float:

@@ -7,12 +7,14 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tenure.ledger.claims import secret_digest
 from tenure.ledger.errors import (
     Action,
     AdmissionConflict,
+    ConfigurationError,
     InvalidParams,
     OutboxCorrupt,
     OutboxFull,
@@ -25,6 +27,7 @@ from tenure.ledger.errors import (
 )
 from tenure.tasks.journal import framed_size
 from tenure.tasks.outbox import Entry, Outbox, Scope
+from tenure.tasks.outbox_scope import first_record, refuse_other
 
 SCOPE = Scope("exec-1", "session-1", "default")
 SECRET = "a secret of sixteen characters"
@@ -94,7 +97,7 @@ def test_a_receipt_may_come_twice_or_for_nothing_known(reopen):
 def test_settling_many_writes_once_and_ignores_repeats(reopen):
     outbox = reopen()
     outbox.append_many([("op", "{}")] * 4)
-    assert outbox.settle_many([3, 3, 1, 7, True, 1.0]) == [3, 1]
+    assert outbox.settle_many([3, 3, True, 1, 7, 1.0]) == [3, 1]
     assert numbers(reopen()) == [2, 4]
 
 
@@ -314,6 +317,15 @@ def test_another_scope_is_refused(reopen, other):
         reopen(scope=other)
 
 
+@pytest.mark.parametrize("field", ["execution_id", "session_id", "profile"])
+def test_the_scope_is_compared_as_written_and_as_verified(field):
+    expected = first_record(SCOPE, DIGEST, 0, 1)
+    with pytest.raises(PermissionDenied):
+        refuse_other(expected, msgspec.structs.replace(expected, **{field: "x"}))
+    with pytest.raises(PermissionDenied):
+        refuse_other(expected, first_record(replace(SCOPE, **{field: "x"}), DIGEST, 0, 1))
+
+
 def test_an_outbox_moved_to_another_executions_name_is_refused(reopen):
     outbox = reopen()
     outbox.append("op", "{}")
@@ -443,6 +455,9 @@ def test_nothing_is_left_open(reopen):
     outbox.path.write_bytes(b"rubbish")
     with pytest.raises(OutboxCorrupt):
         reopen()
+    outbox.path.parent.chmod(0o755)
+    with pytest.raises(ConfigurationError):
+        reopen()
     assert descriptors() == before
 
 
@@ -468,6 +483,14 @@ def test_it_closes_with_its_block(tmp_path):
         outbox.append("op", "{}")
     with Outbox.open(tmp_path, SCOPE, secret_digest=DIGEST) as outbox:
         assert numbers(outbox) == [1]
+
+
+def test_one_thread_may_close_what_another_has_opened(reopen):
+    outbox = reopen()
+    thread = threading.Thread(target=outbox.close)
+    thread.start()
+    thread.join()
+    assert reopen().next_sequence == 1
 
 
 def test_an_empty_outbox_can_be_removed_with_its_lock(reopen):

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,17 @@ for n in range(1, int(sys.argv[4]) + 1):
 """
 
 
+@contextmanager
 def start(body, *arguments, **options):
+    """Run a script in a group of its own, which ends here whatever happens: forks may hang where the code is wrong."""
     command = [sys.executable, "-c", PRELUDE + body, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0, **options) as process:
+        try:
+            yield process
+            process.wait()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def judge(directory, lines):
@@ -241,6 +250,7 @@ def test_many_appends_cost_one_wait_for_the_disk_and_settling_none(tmp_path, mon
         outbox.append_many([("op", "{}")] * 50)
         assert machine.syncs == ["file"]
         outbox.settle_many(range(1, 20))
+        outbox.append_many([])
         assert machine.syncs == ["file"]
         for change in (
             lambda: outbox.reject(20, "r", ""),
