@@ -163,10 +163,10 @@ Dump = dict[str, list[tuple[Any, ...]]]
 
 
 def dump(ledger: Ledger, *more: Table) -> Dump:
-    """Return every row of every table."""
+    """Return every row of every table, as the driver gives them: nothing need be compiled."""
     with ledger.read() as connection:
         return {
-            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            table.name: sorted(map(tuple, connection.exec_driver_sql(f"SELECT * FROM {table.name}")), key=repr)
             for table in (*metadata.sorted_tables, *more)
         }
 

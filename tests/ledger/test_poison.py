@@ -60,9 +60,7 @@ def attempts(worker: Worker) -> list[tuple[int, int]]:
 def test_the_sixth_attempt_is_refused_and_the_next_operation_proceeds(victim, kill, ran):
     victim.say("before")
     before = dump(victim.ledger)
-    kill(victim, 3)
-    assert attempts(victim) == [(2, 3)]
-    kill(victim, 2)
+    kill(victim, 5)
     assert attempts(victim) == [(2, 5)]
     after = dump(victim.ledger)
     assert after | {"operation_attempts": []} == before
@@ -93,8 +91,6 @@ def test_attempts_count_through_restarts_and_success_clears_them(victim, kill, r
     assert attempts(victim) == [(1, 4)]
     assert victim.apply("test.deadly", careful=True).result == {"survived": True}
     assert (attempts(victim), ran) == ([], [1])
-    kill(victim, 1)
-    assert attempts(victim) == [(2, 1)]
 
 
 @pytest.mark.parametrize("where", [Where.BEFORE_COMMIT, Where.AFTER_COMMIT])

@@ -60,6 +60,13 @@ class Fleet:
         create(self.settings.keys, self.settings.principal)
         self._names = 0
 
+    def module(self, name: str, source: str) -> None:
+        """Have the processes that are started from now on import a module."""
+        folder = self.folder / "modules"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(source)
+        self.env |= {"PYTHONPATH": str(folder), "TENURE_IMPORTS": name}
+
     def celery(self, *args: str, env: Mapping[str, str] | None = None) -> Spawned:
         """Start `celery -A tenure.tasks ...`."""
         command = (sys.executable, "-m", "celery", "-A", "tenure.tasks", *args)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenure.ledger.errors import ConfigurationError, InvalidParams, OutboxCorrupt, PermissionDenied
+from tenure.tasks import journal
 from tenure.tasks.backlog import REJECTED_BYTES, REJECTED_KEPT, Backlog, read_log
 from tenure.tasks.journal import (
     FIRST,
@@ -245,6 +246,12 @@ def test_one_rejected_operation_is_kept_however_large():
 def test_text_that_utf8_cannot_carry_is_refused():
     with pytest.raises(InvalidParams):
         frame([Entry(1, "op", "\ud800")], FIRST)
+
+
+def test_a_record_longer_than_a_header_can_say_is_refused(monkeypatch):
+    monkeypatch.setattr(journal, "_LONGEST", 100)
+    with pytest.raises(InvalidParams):
+        frame([Entry(1, "op", "x" * 100)], FIRST)
 
 
 def test_a_record_shows_its_size_and_never_its_payload():

@@ -83,6 +83,29 @@ def test_the_loss_of_all_that_the_broker_held_delays_and_loses_nothing(spawn, tm
     fleet.assert_lawful()
 
 
+LOSES_ACKNOWLEDGEMENTS = """
+import kombu.transport.redis, redis
+real, left = kombu.transport.redis.QoS._remove_from_indices, [3]
+def remove(self, *args, **kwargs):
+    if left[0]:
+        left[0] -= 1
+        raise redis.TimeoutError("the broker does not answer")
+    return real(self, *args, **kwargs)
+kombu.transport.redis.QoS._remove_from_indices = remove
+"""
+
+
+def test_an_owner_that_could_not_acknowledge_goes_on(spawn, tmp_path, sqlite_url, redis_url):
+    fleet = Fleet(spawn, tmp_path, ledger=sqlite_url, broker=redis_url)
+    fleet.module("loses_acknowledgements", LOSES_ACKNOWLEDGEMENTS)
+    owner = fleet.owner()
+    with fleet.run(within=10) as run:
+        says(run, *numbered(5))
+        run.finish()
+    assert owner.output.count("Couldn't ack") == 3
+    assert fleet.transcript() == numbered(5)
+
+
 def test_an_answer_that_was_lost_is_given_again_from_the_receipt(spawn, tmp_path, sqlite_url, redis_url):
     fleet = Fleet(spawn, tmp_path, ledger=sqlite_url, broker=redis_url)
     owner = fleet.owner()

@@ -485,6 +485,16 @@ def test_it_closes_with_its_block(tmp_path):
         assert numbers(outbox) == [1]
 
 
+def test_the_crash_points_are_those_of_appending_and_compacting(reopen):
+    points = []
+    outbox = reopen(compact_bytes=0, fault=points.append)
+    assert points == []
+    outbox.append_many([("op", "{}")] * 2)
+    assert points == ["before_journal", "after_journal"]
+    outbox.settle(1)
+    assert points[2:] == ["before_rename", "after_rename"]
+
+
 def test_one_thread_may_close_what_another_has_opened(reopen):
     outbox = reopen()
     thread = threading.Thread(target=outbox.close)

@@ -376,6 +376,22 @@ def test_an_outbox_removed_under_its_user_promises_nothing_more(made):
         assert payloads(outbox) == ['"first"']
 
 
+def test_what_was_removed_in_the_middle_of_a_change_is_not_made_anew(made, monkeypatch):
+    def interrupt(fd, data, offset):
+        raise KeyboardInterrupt
+
+    with open_box(made.parent) as outbox:
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(os, "pwrite", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                outbox.append("op", "{}")
+        (made / "e.log").unlink()
+        for use in (outbox.pending, lambda: outbox.append("op", "{}"), outbox.pending):
+            with pytest.raises(Unavailable) as caught:
+                use()
+            assert caught.value.detail == f"{outbox.path} was removed while open"
+
+
 def test_a_removal_that_fails_closes_all_the_same(made, monkeypatch):
     outbox = open_box(made.parent)
     outbox.settle(1)
