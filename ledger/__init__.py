@@ -10,7 +10,7 @@ revision, in one transaction that holds the epoch. Sending the same again is alw
 A refusal is a receipt; an error consumes nothing and says what to do about it.
 """
 
-from . import reads
+from . import hosts, ownership, reads, submissions
 from .claims import Claim, Identity, Proof, claim_digest, secret_digest
 from .engine import Receipt, Request
 from .executions import Address, Hold, Registration
@@ -41,7 +41,10 @@ __all__ = [
     "Status",
     "Work",
     "claim_digest",
+    "hosts",
     "operation",
+    "ownership",
     "reads",
     "secret_digest",
+    "submissions",
 ]

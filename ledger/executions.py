@@ -123,7 +123,7 @@ def check_registration(request: Registration) -> Registration:
         raise InvalidParams("source, principal: at most 64 characters are allowed")
     if request.kind not in [kind for kind in Kind if kind is not Kind.CHILD]:
         raise InvalidParams(f"kind: {shown(request.kind)} given; compute, cron or kanban is allowed")
-    _check_secret_digest(request.secret_digest)
+    check_secret_digest(request.secret_digest)
     return request
 
 
@@ -142,7 +142,12 @@ def check_identity(identity: Identity) -> Identity:
     return identity
 
 
-def _check_secret_digest(value: object) -> None:
+def check_secret_digest(value: object) -> None:
+    """Refuse what is not the digest of a secret.
+
+    Raises:
+        InvalidParams: it is not 64 hexadecimal digits.
+    """
     if not isinstance(value, str) or not _HEX64.fullmatch(value):
         raise InvalidParams("secret_digest: 64 hexadecimal digits are allowed")
 
@@ -278,7 +283,7 @@ def attach(tx: Transaction, address: Address, secret_digest: str, identity: Iden
         NotFound: as in `authenticate`.
     """
     check_identity(identity)
-    _check_secret_digest(secret_digest)
+    check_secret_digest(secret_digest)
     execution = authenticate(tx, address, _Secret(tx, address, secret_digest))
     if execution.kind is not Kind.CHILD:
         raise PermissionDenied("not_a_child")

@@ -10,7 +10,7 @@ from typing import Any, Self
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
-from . import engine, epochs, executions, recovery, schema
+from . import engine, epochs, executions, recovery, schema, submissions, takeover
 from .claims import Identity, Proof
 from .clock import Clock, utc_now
 from .engine import HandlerFault, Receipt, Request
@@ -22,6 +22,7 @@ from .operations import BUILTIN, Operation, Registry
 from .recovery import Death, Report
 from .states import Reason
 from .store import Store
+from .submissions import Due, Standing, Submission
 from .transaction import Transaction
 
 
@@ -124,6 +125,29 @@ class Ledger:
         executions.check_address(address)
         with self.transaction(epoch) as tx:
             return executions.attach(tx, address, secret_digest, identity)
+
+    def take_over(
+        self, epoch: int, address: Address, *, secret_digest: str, identity: Identity, gone: Identity | None
+    ) -> Hold:
+        """Continue a root execution in another process; see `tenure.ledger.takeover`."""
+        with self.transaction(epoch) as tx:
+            return takeover.take_over(tx, address, secret_digest=secret_digest, identity=identity, gone=gone)
+
+    def submit(self, epoch: int, request: Submission) -> Standing:
+        """Keep a workflow that was asked for; see `tenure.ledger.submissions`."""
+        submissions.check(request)
+        with self.transaction(epoch) as tx:
+            return submissions.submit(tx, request)
+
+    def take_due(self, epoch: int) -> list[Due]:
+        """Return the workflows that are to be sent to the work queue now, and note that they are."""
+        with self.transaction(epoch) as tx:
+            return submissions.take_due(tx)
+
+    def not_sent(self, epoch: int, request_ids: list[str]) -> None:
+        """Note that the broker did not take these."""
+        with self.transaction(epoch) as tx:
+            submissions.not_sent(tx, request_ids)
 
     def apply(self, epoch: int, request: Request, *, careful: bool = False) -> Receipt:
         """Apply one operation, once; a replay is answered from its receipt.

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, not_, or_, select
 
 from . import schema
 from .canonical import parse
 from .errors import NotFound
 from .executions import check_id
 from .recovery import Death
-from .states import Status
+from .states import Kind, Reason, Status
 from .transaction import Execution, Session
 
 __all__ = [
     "Connection",
     "Move",
+    "Past",
     "Runtime",
     "Step",
     "children",
@@ -31,6 +32,7 @@ __all__ = [
     "executions",
     "held_on",
     "history",
+    "receipts",
     "runtime",
     "session",
     "steps",
@@ -40,6 +42,7 @@ __all__ = [
 
 _x = schema.worker_executions
 _s = schema.sessions
+_t = schema.submissions
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,17 @@ class Step:
     name: str
     input_digest: str
     result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """One receipt, for a workflow that runs again."""
+
+    sequence: int
+    operation: str
+    digest: str
+    result: dict[str, Any]
+    step: Step | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,31 @@ def children(connection: Connection, execution_id: str) -> list[Execution]:
     return [Execution.of(row) for row in connection.execute(statement).mappings()]
 
 
+def receipts(connection: Connection, execution_id: str, *, after: int, limit: int) -> list[Past]:
+    """Return up to `limit` receipts of an execution behind sequence `after`, in order, with the steps they recorded."""
+    r, s = schema.worker_receipts, schema.steps
+    joined = r.outerjoin(s, and_(s.c.execution_id == r.c.execution_id, s.c.sequence == r.c.sequence))
+    rows = connection.execute(
+        select(
+            r.c.sequence, r.c.operation, r.c.digest, r.c.result, s.c.name, s.c.input_digest, s.c.result.label("step")
+        )
+        .select_from(joined)
+        .where(r.c.execution_id == execution_id, r.c.sequence > after)
+        .order_by(r.c.sequence)
+        .limit(limit)
+    )
+    return [
+        Past(
+            row.sequence,
+            row.operation,
+            row.digest,
+            parse(row.result, name="receipt"),
+            None if row.name is None else Step(row.sequence, row.name, row.input_digest, parse(row.step, name="step")),
+        )
+        for row in rows
+    ]
+
+
 def transcript(connection: Connection, session_id: str) -> Iterator[dict[str, Any]]:
     """Return a session's messages in order.
 
@@ -179,7 +218,18 @@ def history(connection: Connection, execution_id: str) -> list[Move]:
 
 
 def held_on(connection: Connection, host: str) -> list[Death]:
-    """Return the writable executions whose process is on `host`, as deaths that still lack their evidence."""
-    statement = select(_x).where(_x.c.host == host, _x.c.status.in_([Status.REGISTERED, Status.RUNNING]))
+    """Return the executions whose process on `host` may write, or adopt, as deaths that still lack their evidence.
+
+    A child that waits on the work queue is held by nobody yet, and so cannot lose its process.
+    """
+    waiting = select(_t.c.request_id).where(_t.c.execution_id == _x.c.execution_id).exists()
+    statement = select(_x).where(
+        _x.c.host == host,
+        or_(
+            _x.c.status.in_([Status.REGISTERED, Status.RUNNING]),
+            and_(_x.c.status == Status.UNKNOWN, _x.c.status_reason == Reason.OWNER_RESTARTED),
+        ),
+        or_(_x.c.kind != Kind.CHILD, _x.c.attached_at.is_not(None), not_(waiting)),
+    )
     found = (Execution.of(row) for row in connection.execute(statement).mappings())
     return [Death(x.execution_id, x.identity, "") for x in found]

@@ -22,6 +22,7 @@ from .states import Kind, Reason, Status
 from .transaction import Transaction
 
 PASSES_KEPT = 1000
+STOPPED = "stopped"  # evidence that a process lives and yet has stood still for a whole lease
 _x = schema.worker_executions
 
 
@@ -98,14 +99,20 @@ def _lose(tx: Transaction, which: ColumnElement[bool], *, reason: str, by: str) 
 def _bury(tx: Transaction, death: Death, report: Report) -> None:
     """Settle one execution whose process is proven dead, if that process still holds it."""
     execution = tx.execution(death.execution_id)
-    if execution is None or not execution.status.writable or execution.identity != death.identity:
+    if execution is None or execution.identity != death.identity:
         return
     one = _x.c.execution_id == death.execution_id
-    if execution.kind is Kind.CHILD:
+    reason = Reason.PROCESS_STOPPED if death.evidence == STOPPED else Reason.PROCESS_DEAD
+    if execution.status is Status.UNKNOWN and execution.status_reason == Reason.OWNER_RESTARTED:
+        # It is unknown already; now it is known, too, that its process will not adopt it.
+        execution.status_at, execution.status_reason, execution.status_by = tx.now, reason, death.evidence
+    elif not execution.status.writable:
+        return
+    elif execution.kind is Kind.CHILD:
         below = children.retire_descendants(tx, [death.execution_id], reason=Reason.PARENT_FINISHED, by=death.evidence)
-        report.retired.extend(below + children.retire(tx, one, reason=Reason.PROCESS_DEAD, by=death.evidence))
+        report.retired.extend(below + children.retire(tx, one, reason=reason, by=death.evidence))
     else:
-        report.unknown.extend(_lose(tx, one, reason=Reason.PROCESS_DEAD, by=death.evidence))
+        report.unknown.extend(_lose(tx, one, reason=reason, by=death.evidence))
 
 
 def _discard_expired(tx: Transaction, grace: timedelta, report: Report) -> None:

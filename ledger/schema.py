@@ -59,6 +59,7 @@ metadata = MetaData(
         "ck": "ck_%(table_name)s_%(constraint_name)s",
         "fk": "fk_%(table_name)s_%(column_0_name)s",
         "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
     }
 )
 
@@ -271,6 +272,42 @@ steps = Table(
     Column("result", Text, nullable=False),  # canonical JSON
     Column("created_at", UtcDateTime, nullable=False),
     PrimaryKeyConstraint("execution_id", "sequence"),
+)
+
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("request_id", _ID, primary_key=True),
+    Column("workflow", _ID, nullable=False),
+    Column("arguments", Text, nullable=False),  # canonical JSON
+    Column("digest", String(64), nullable=False),
+    Column("queue", _ID, nullable=False),
+    Column("profile", String(128), nullable=False),
+    Column("principal", String(64), nullable=False),
+    Column("key", _ID, nullable=False),  # what a worker derives the execution's secret from; no secret itself
+    Column("execution_id", _ID, nullable=False, unique=True),
+    Column("session_id", _ID, nullable=False),
+    Column("parent_execution_id", _ID, ForeignKey("worker_executions.execution_id")),
+    Column("max_attempts", Integer, nullable=False),
+    Column("submitted_at", UtcDateTime, nullable=False),
+    Column("sent_at", UtcDateTime),
+    Column("sent_count", Integer, nullable=False),
+    Column("sent_for", BigInteger, nullable=False),  # the generation whose end it was sent for; 0 for the beginning
+    Column("closed_at", UtcDateTime),
+    Index(
+        "ix_submissions_open",
+        "submitted_at",
+        postgresql_where=text("closed_at IS NULL"),
+        sqlite_where=text("closed_at IS NULL"),
+    ),
+)
+
+hosts = Table(
+    "hosts",
+    metadata,
+    Column("host", _ID, primary_key=True),
+    Column("boot", _ID, nullable=False),
+    Column("expires", Double, nullable=False),  # seconds since 1970 by the database's own clock
 )
 
 operation_attempts = Table(

@@ -3,7 +3,7 @@
     (none) --register--> registered --first receipt or adopt--> running --finish--> terminal
     (none) --reserve---> running                                 (a child)
     registered | running --recover--> unknown                    (a root; a child goes to terminal)
-    unknown --adopt--> running
+    unknown --adopt, or takeover by another process--> running
     unknown --discard--> terminal
 
 `terminal` is absorbing. An outcome is not a status: it says how a terminal execution ended.
@@ -56,6 +56,9 @@ class Reason(StrEnum):
     PARENT_FINISHED = "parent_finished"
     OWNER_RESTARTED = "owner_restarted"
     PROCESS_DEAD = "process_dead"
+    PROCESS_STOPPED = "process_stopped"  # it stood still for a whole lease
+    TAKEN_OVER = "taken_over"
+    ATTEMPTS_EXHAUSTED = "attempts_exhausted"
     DISCARDED = "discarded"
     GRACE_EXPIRED = "grace_expired"
 

@@ -24,6 +24,7 @@ from .keys import Keyring, Principal
 from .liveness import own_identity
 from .outbox import CAP_BYTES, Outbox
 from .outbox_scope import Scope
+from .owner import Owner
 from .sender import Sender
 from .stream import Credential, Stream
 from .transports import BrokerTransport, DirectTransport
@@ -31,6 +32,11 @@ from .wire import Answer, Control, claim_proof
 
 ANSWER_SECONDS = 60.0
 Intercept = Callable[[list[Answer]], list[Answer]]
+Fault = Callable[[str], None]
+
+
+def _no_fault(_point: str) -> None:
+    """Nothing happens."""
 
 
 class Client:
@@ -44,12 +50,13 @@ class Client:
         resend_seconds: float = 2.0,
         outbox_bytes: int = CAP_BYTES,
         registry: Registry | None = None,
+        fault: Fault = _no_fault,
     ) -> None:
-        """Use `connect` or `direct`."""
+        """Use `connect` or `direct`. `fault` is called with the name of each crash point that is reached."""
         self.state_dir, self.identity = state_dir, identity
         self.registry = registry or Registry(BUILTIN)
         self._resend_seconds, self._outbox_bytes = resend_seconds, outbox_bytes
-        self._pid = os.getpid()
+        self._pid, self._fault = os.getpid(), fault
         self._intercept: Intercept | None = None
         self.sender: Sender
         self.principal: Principal
@@ -78,20 +85,49 @@ class Client:
         return client
 
     @classmethod
-    def direct(cls, ledger: Ledger, state_dir: Path, *, resend_seconds: float = 0.1) -> Self:
+    def direct(cls, ledger: Ledger, state_dir: Path, *, resend_seconds: float = 0.1, fault: Fault = _no_fault) -> Self:
         """Return a client that is its own owner, on a ledger in this process.
 
         Raises:
             Unavailable: the database cannot serve this now.
         """
         identity = own_identity()
-        client = cls(state_dir=state_dir, identity=identity, resend_seconds=resend_seconds, registry=ledger.registry)
+        client = cls(
+            state_dir=state_dir,
+            identity=identity,
+            resend_seconds=resend_seconds,
+            registry=ledger.registry,
+            fault=fault,
+        )
         client._use(DirectTransport(ledger, identity), threaded=False)
         return client
 
+    def beside(self, identity: Identity, *, fault: Fault = _no_fault) -> Client:
+        """Return a client of another process, as far as the owner can tell, that shares this one's owner."""
+        client = Client(
+            state_dir=self.state_dir,
+            identity=identity,
+            resend_seconds=self._resend_seconds,
+            registry=self.registry,
+            fault=fault,
+        )
+        client._use(self._transport, threaded=False)
+        return client
+
+    @property
+    def owner(self) -> Owner:
+        """The owner in this process.
+
+        Raises:
+            ConfigurationError: the owner is at the other end of a broker.
+        """
+        if not isinstance(self._transport, DirectTransport):
+            raise ConfigurationError("the owner is not in this process")
+        return self._transport.owner
+
     def _use(self, transport: BrokerTransport | DirectTransport, *, threaded: bool) -> None:
         self._transport, self.principal = transport, transport.principal
-        self.sender = Sender(transport, resend_seconds=self._resend_seconds, threaded=threaded)
+        self.sender = Sender(transport, resend_seconds=self._resend_seconds, threaded=threaded, fault=self._fault)
 
     def _receive(self, answers: list[Answer]) -> None:
         self.sender.receive(self._intercept(answers) if self._intercept else answers)
@@ -142,8 +178,9 @@ class Client:
             Scope(hold.execution_id, hold.session_id, credential.profile),
             secret_digest=credential.secret_digest,
             generation=hold.generation,
-            first_sequence=1,
+            first_sequence=hold.last_sequence + 1,
             cap_bytes=self._outbox_bytes,
+            fault=self._fault,
         )
         stream = Stream(outbox, hold, credential, resend_seconds=self._resend_seconds)
         self.sender.add(stream)
@@ -159,6 +196,10 @@ class Client:
         text = canonical(payload)
         known.read(payload)
         return text
+
+    def abandon(self) -> None:
+        """Let go of everything as the end of the process would: nothing is sent, nothing is settled any more."""
+        self.sender.abandon()
 
     def close(self) -> None:
         """Stop carrying and listening. What is journalled stays journalled."""

@@ -8,39 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 from celery import Celery, Task
-from celery.worker.request import Request
-from kombu.transport.virtual import QoS
+from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
 
 from ..config import Settings
 from ..ledger.errors import OwnerSuperseded, Unavailable
 from .application import APPLY, CANARY, CONTROL, RECOVER
+from .intake import Request
+from .orders import Order
 from .owner import Owner, Reply
 from .ownership import Tenancy
 from .replies import publish
 
 logger = logging.getLogger(__name__)
-
-
-class _Request(Request):
-    """A message that counts as done here although the broker could not be told, as while it does not answer.
-
-    The broker gives it again later, and its receipt answers. kombu would count it as in work for ever: with a
-    window of one message the owner would stay connected and consume nothing.
-    """
-
-    def acknowledge(self) -> None:
-        """Tell the broker; then take it out of the window in any case."""
-        super().acknowledge()
-        qos, tag = getattr(self.message.channel, "qos", None), self.message.delivery_tag
-        if isinstance(qos, QoS):  # of a transport on which kombu does the counting
-            with suppress(KeyError):  # it is out already
-                qos.get(tag)
-                QoS.ack(qos, tag)
 
 
 def add_endpoints(app: Celery, settings: Settings, tenancy: Tenancy) -> None:
@@ -51,13 +36,43 @@ def add_endpoints(app: Celery, settings: Settings, tenancy: Tenancy) -> None:
             return _serve(app, tenancy, lambda owner: duty(owner, args[0] if args else None))
 
         # Shared, it would be every other application's too, and that one's would be ours.
-        app.task(bind=True, shared=False, name=name, typing=False, ignore_result=True, Request=_Request)(run)
+        app.task(bind=True, shared=False, name=name, typing=False, ignore_result=True, Request=Request)(run)
 
+    tenancy.send = order_sender(app, settings)
     grace = timedelta(seconds=settings.unknown_grace_seconds)
     endpoint(APPLY, lambda owner, value: owner.apply(value))
     endpoint(CONTROL, lambda owner, value: owner.control(value))
     endpoint(RECOVER, lambda owner, _value: owner.recover(unknown_grace=grace))
     endpoint(CANARY, lambda _owner, _value: None)
+
+
+def order_sender(app: Celery, settings: Settings) -> Callable[[list[Order]], list[str]]:
+    """Return what sends orders to the work queue, and returns the requests that the broker did not take."""
+
+    def send(orders: list[Order]) -> list[str]:
+        left: list[str] = []
+        for order in orders:
+            try:
+                queue: Any = _queue(order.queue or settings.work_queue)  # the object: it need not be declared here
+                app.send_task(
+                    order.workflow,
+                    kwargs={"order": order.to_json()},
+                    task_id=f"{order.execution}:{uuid4().hex[:8]}",
+                    queue=queue,
+                    ignore_result=True,
+                    retry=False,
+                    kwargsrepr=f"<{order.request}>",
+                )
+            except OperationalError as error:
+                logger.warning("request %s was not sent, it will be again: %s", order.request, type(error).__name__)
+                left.append(order.request)
+        return left
+
+    return send
+
+
+def _queue(name: str) -> Queue:
+    return Queue(name, Exchange(name), routing_key=name)
 
 
 def _serve(app: Celery, tenancy: Tenancy, duty: Callable[[Owner], Any]) -> str:

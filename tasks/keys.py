@@ -3,10 +3,10 @@
 A key file is JSON, readable by its owner only:
 
     {"principals": {"default": {"key": "<base64 of 32 bytes or more>",
-                                "capabilities": ["register", "adopt", "attach"]}}}
+                                "capabilities": ["register", "adopt", "attach", "submit", "probe"]}}}
 
-The owner needs every principal's key, a worker its own only. From one key, two are derived: one that signs and one that
-seals, so that neither can stand in for the other.
+The owner needs every principal's key, a worker its own only. From one key, three are derived: one that signs,
+one that seals, and one that workflows' secrets are made from; none can stand in for another.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Capability(StrEnum):
     REGISTER = "register"
     ADOPT = "adopt"
     ATTACH = "attach"
+    SUBMIT = "submit"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,13 @@ class Principal:
     capabilities: frozenset[Capability]
     signing_key: bytes = field(repr=False)
     sealing_key: bytes = field(repr=False)
+    secret_key: bytes = field(repr=False)
 
     @classmethod
     def of(cls, name: str, key: bytes, capabilities: frozenset[Capability] = frozenset(Capability)) -> Self:
         """Derive a principal's two keys from its one."""
-        signing, sealing = (hmac.digest(key, b"tenure." + use, hashlib.sha256) for use in (b"sign", b"seal"))
-        return cls(name, capabilities, signing, sealing)
+        uses = (b"sign", b"seal", b"secret")
+        return cls(name, capabilities, *(hmac.digest(key, b"tenure." + use, hashlib.sha256) for use in uses))
 
     def sign(self, text: str) -> str:
         """Return the hex HMAC-SHA256 of the text."""
@@ -83,6 +86,10 @@ class Principal:
             return AESGCM(self.sealing_key).decrypt(raw[:_NONCE], raw[_NONCE:], context.encode()).decode()
         except (ValueError, InvalidTag):
             raise PermissionDenied("bad_seal") from None
+
+    def derive(self, key: str) -> str:
+        """Return the secret of a workflow's execution: any worker of this principal can make it, nobody stores it."""
+        return keyed_digest(self.secret_key, key)
 
     def require(self, capability: Capability) -> None:
         """Check that the principal may do this.

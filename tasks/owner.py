@@ -9,28 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from ..ledger import Address, Identity, Kind, Ledger, Registration, Request, reads
-from ..ledger.canonical import parse
+from ..ledger import Address, Identity, Ledger, Request, reads
 from ..ledger.errors import (
     Action,
     InvalidParams,
     OwnerSuperseded,
-    PermissionDenied,
     TenureError,
     Unavailable,
     to_wire,
 )
-from ..ledger.executions import Hold, check_address, check_identity
-from ..ledger.transaction import Execution
 from . import wire
-from .keys import Capability, Keyring, Principal
-from .liveness import admit
-from .recovery import deaths_on_this_host
-from .wire import Answer, ApplyMessage, Control, ControlMessage, ControlProof
+from .desk import Desk
+from .keys import Keyring, Principal
+from .orders import Order
+from .recovery import deaths_on_this_host, silent_hosts
+from .wire import Answer, ApplyMessage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,9 @@ class Owner:
     ) -> None:
         self.ledger, self.keyring, self.here, self.epoch = ledger, keyring, here, epoch
         # A worker in the owner's own process is refused, unless the two are one program (`owner_pid` 0).
-        self._owner_pid = here.pid if owner_pid is None else owner_pid
+        self.desk = Desk(self, here.pid if owner_pid is None else owner_pid)
+        self.send: Callable[[list[Order]], list[str]] = lambda orders: [order.request for order in orders]
+        self.watch: Callable[[list[Identity]], None] = lambda _identities: None
         self._monotonic = monotonic
         # A worker that knows nothing of the crash sends again what caused it, so this owner counts first.
         crashed = ledger.predecessor_crashed(epoch)
@@ -89,6 +88,7 @@ class Owner:
 
     def _run(self, message: ApplyMessage, principal: Principal) -> list[Answer]:
         answers: list[Answer] = []
+        delegated = False
         address = Address(message.epoch, message.execution, message.session, message.generation)
         proof = wire.RunProof.of(message)
         sequence = message.first
@@ -97,6 +97,7 @@ class Owner:
                 opened = _unsealed(name, payload, principal, message.execution)
                 request = Request(address, sequence, name, opened, proof)
                 receipt = self.ledger.apply(self.epoch, request, careful=self.careful)
+                delegated |= name == "child.reserve"
                 answers.append(Answer(receipt.result, None, message.execution, sequence, message.request))
                 sequence += 1
         except OwnerSuperseded:
@@ -104,6 +105,8 @@ class Owner:
         except TenureError as error:
             logger.info("%s:%d: %s", message.execution, sequence, error.explain())
             answers.append(Answer(None, self._told(error), message.execution, sequence, message.request))
+        if delegated:
+            self.send_due()
         return answers
 
     def control(self, value: object) -> Reply | None:
@@ -120,7 +123,7 @@ class Owner:
             _refuse(value, error)
             return None
         try:
-            answer = Answer(self._control(message, principal), request=message.request)
+            answer = Answer(self.desk.answer(message, principal), request=message.request)
         except OwnerSuperseded:
             raise
         except TenureError as error:
@@ -142,72 +145,6 @@ class Owner:
             return to_wire(now)
         return to_wire(error)
 
-    def _control(self, message: ControlMessage, principal: Principal) -> dict[str, Any]:
-        body = parse(message.body, name="body")
-        try:
-            match message.control:
-                case Control.REGISTER:
-                    return self._register(body, principal)
-                case Control.ADOPT:
-                    return self._adopt(body, principal)
-                case Control.ATTACH:
-                    return self._attach(body, principal)
-                case Control.INSPECT:
-                    return self._inspect(body)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidParams(f"body: {type(error).__name__}: {error}") from error
-
-    def _register(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
-        principal.require(Capability.REGISTER)
-        identity = self._checked_process(body)
-        request = Registration(
-            execution_id=body["execution"],
-            session_id=body["session"],
-            kind=Kind(body["kind"]),
-            profile=body["profile"],
-            principal=principal.name,
-            identity=identity,
-            secret_digest=_opened_secret(body, principal),
-            source=body["source"],
-        )
-        return hold_to_json(self.ledger.register(self.epoch, request))
-
-    def _adopt(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
-        principal.require(Capability.ADOPT)
-        address, proof = _address(body), _proof(body, Control.ADOPT)
-        return hold_to_json(self.ledger.adopt(self.epoch, address, proof))
-
-    def _attach(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
-        principal.require(Capability.ATTACH)
-        identity = self._checked_process(body)
-        digest = _opened_secret(body, principal)
-        hold = self.ledger.attach(self.epoch, _address(body), secret_digest=digest, identity=identity)
-        return hold_to_json(hold)
-
-    def _inspect(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Tell a holder how its execution and its children stand; it takes no sequence and no lock."""
-        address, proof = _address(body), _proof(body, Control.INSPECT)
-        with self.ledger.read() as connection:
-            execution = reads.execution(connection, address.execution_id)
-            if not proof.matches(execution.claim_digest):
-                raise PermissionDenied("claim_mismatch")
-            children = reads.children(connection, address.execution_id)
-        told = [_child_to_json(child) for child in children]
-        return hold_to_json(Hold.of(execution)) | {"children": told}
-
-    def _checked_process(self, body: dict[str, Any]) -> Identity:
-        """Return the sender's identity; refuse a process of this host that is provably not what it says.
-
-        Raises:
-            InvalidParams: it cannot be an identity.
-            PermissionDenied: the process is dead, another one, another user's, or this owner.
-        """
-        identity = check_identity(Identity(**body["identity"]))
-        admission = admit(identity, self.here, owner_pid=self._owner_pid)
-        if not admission.admitted:
-            raise PermissionDenied(f"process_{admission.reason}")
-        return identity
-
     def recover(self, *, unknown_grace: timedelta | None) -> dict[str, Any]:
         """Run one recovery pass; returns the report.
 
@@ -216,40 +153,38 @@ class Owner:
             Unavailable: the database cannot serve this now.
         """
         deaths = deaths_on_this_host(self.ledger, self.here)
-        return self.ledger.recover(self.epoch, deaths=deaths, unknown_grace=unknown_grace).as_json()
+        report = self.ledger.recover(self.epoch, deaths=deaths, unknown_grace=unknown_grace)
+        self.send_due()
+        return report.as_json()
 
+    def bury(self, identity: Identity, evidence: str) -> None:
+        """Settle what a process held that is proven gone, and have its workflows run on elsewhere.
 
-def hold_to_json(hold: Hold) -> dict[str, Any]:
-    """Return a hold as a JSON object; `hold_from_json` is its inverse."""
-    return asdict(hold) | {"kind": hold.kind.value, "status": hold.status.value}
+        Raises:
+            OwnerSuperseded, Unavailable: as `recover`.
+        """
+        with self.ledger.read() as connection:
+            held = reads.held_on(connection, identity.host)
+        deaths = [replace(death, evidence=evidence) for death in held if death.identity == identity]
+        if deaths:
+            logger.info("process %d of host %s is gone (%s)", identity.pid, identity.host, evidence)
+            self.ledger.recover(self.epoch, deaths=deaths)
+            self.send_due()
 
+    def bury_silent_hosts(self, *, lease_seconds: float) -> None:
+        """Do so for the processes of hosts whose probe has been silent for a lease beyond its own."""
+        for identity in silent_hosts(self.ledger, lease_seconds=lease_seconds):
+            self.bury(identity, "host_silent")
 
-def _child_to_json(child: Execution) -> dict[str, Any]:
-    return hold_to_json(Hold.of(child)) | {
-        "outcome": None if child.outcome is None else child.outcome.value,
-        "reason": child.status_reason,
-        "sequence": child.reserved_sequence,
-        "result": None if child.result is None else parse(child.result, name="result"),
-    }
+    def send_due(self) -> None:
+        """Send the workflows that are due to the work queue; what the broker does not take is due again.
 
-
-def _address(body: dict[str, Any]) -> Address:
-    return check_address(Address(body["epoch"], body["execution"], body["session"], body["generation"]))
-
-
-def _proof(body: dict[str, Any], purpose: Control) -> ControlProof:
-    return ControlProof(purpose, body["execution"], body["epoch"], _text(body, "proof"))
-
-
-def _opened_secret(body: dict[str, Any], principal: Principal) -> str:
-    return principal.unseal(_text(body, "secret"), context=_text(body, "execution"))
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body[name]
-    if not isinstance(value, str):
-        raise InvalidParams(f"body.{name}: text is allowed")
-    return value
+        Raises:
+            OwnerSuperseded, Unavailable: as `recover`.
+        """
+        due = self.ledger.take_due(self.epoch)
+        if due and (left := self.send([Order.of(one, self.epoch) for one in due])):
+            self.ledger.not_sent(self.epoch, left)
 
 
 def _unsealed(name: str, payload: Any, principal: Principal, execution: str) -> Any:

@@ -28,9 +28,12 @@ from ..config import Settings
 from ..ledger import Identity, Ledger, Limits, ownership, reads
 from ..ledger.errors import OwnerSuperseded, TenureError, Unavailable
 from .application import CANARY
+from .intake import Intake
 from .keys import Keyring
 from .liveness import Life, check, own_identity
+from .orders import Order
 from .owner import Owner
+from .watch import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,9 @@ class Tenancy:
     settings: Settings
     holder: str = field(default_factory=lambda: uuid4().hex)
     last_consumed: float = field(default_factory=time.monotonic)
+    send: Callable[[list[Order]], list[str]] = lambda orders: [order.request for order in orders]
     _owner: Owner | None = None
+    _watcher: Watcher | None = None
 
     @property
     def owner(self) -> Owner:
@@ -98,6 +103,7 @@ class Tenancy:
             return None
         epoch = ledger.begin_epoch(f"{socket.gethostname()}:{here.pid}:{self.holder[:8]}")
         self._owner = owner = Owner(ledger, keyring, here, epoch)
+        owner.send = self.send
         report = owner.recover(unknown_grace=timedelta(seconds=self.settings.unknown_grace_seconds))
         logger.info(
             "owner of epoch %d; recovered: %d unknown, %d retired, %d discarded",
@@ -106,7 +112,23 @@ class Tenancy:
             len(report["retired"]),
             len(report["discarded"]),
         )
+        self._watch(owner)
         return owner
+
+    def _watch(self, owner: Owner) -> None:
+        """Watch the processes of this host from now on."""
+        self._watcher = Watcher(owner.here, lease_seconds=self.settings.lease_seconds, told=self._lost)
+        owner.watch = self._watcher.watch
+        with owner.ledger.read() as connection:
+            owner.watch([death.identity for death in reads.held_on(connection, owner.here.host)])
+
+    def _lost(self, identity: Identity, evidence: str) -> None:
+        try:
+            self.owner.bury(identity, evidence)
+        except OwnerSuperseded as error:
+            self.leave(error.explain())
+        except Unavailable as error:  # the next recovery finds it too
+            logger.warning("not settled yet: %s", error.explain())
 
     def renew(self) -> None:
         """Keep the lease and see that the epoch is still ours; leave the process if either is lost.
@@ -121,12 +143,15 @@ class Tenancy:
             current = reads.runtime(connection).epoch
         if current != owner.epoch:
             self.leave(f"epoch {owner.epoch} has ended, {current} is current")
+        owner.bury_silent_hosts(lease_seconds=self.settings.lease_seconds)
 
     def release(self) -> None:
         """Leave in good order: the next owner need not wait for the lease to run out."""
         if self._owner is None:
             return
         owner, self._owner = self._owner, None
+        if self._watcher is not None:
+            self._watcher.stop()
         try:
             owner.ledger.release(owner.epoch)
             ownership.give_up(owner.ledger.store, self.settings.owner_queue, self.holder)
@@ -164,10 +189,11 @@ class OwnershipStep(bootsteps.StartStopStep):
         return queue in worker.app.amqp.queues.consume_from
 
     def create(self, worker: Any) -> None:
-        """Refuse a worker that could apply two operations at once."""
+        """Refuse a worker that could apply two operations at once; have the other take its messages in our way."""
         queues = list(worker.app.amqp.queues.consume_from)
         if problem := unfit(queues, worker.concurrency, worker.pool_cls.__module__, self.tenancy.settings.owner_queue):
             _refuse_to_start(problem)
+        worker.consumer_cls = Intake
 
     def start(self, worker: Any) -> None:
         """Stand by until the lease is free, then own."""

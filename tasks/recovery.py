@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ledger import Death, Identity, Ledger, reads
+from ..ledger import Death, Identity, Ledger, hosts, reads
 from .liveness import Life, check
 
 
@@ -22,3 +22,16 @@ def deaths_on_this_host(ledger: Ledger, here: Identity) -> list[Death]:
         for death in held
         if verdicts[death.identity].life is Life.DEAD
     ]
+
+
+def silent_hosts(ledger: Ledger, *, lease_seconds: float) -> list[Identity]:
+    """Return the processes held on hosts whose probe let its lease run out, and has been silent for another one.
+
+    A host that never had a probe is not judged.
+
+    Raises:
+        Unavailable: the database cannot serve this now.
+    """
+    with ledger.read() as connection:
+        silent = [host.host for host in hosts.known(connection) if host.silent > lease_seconds]
+        return list({death.identity for host in silent for death in reads.held_on(connection, host)})

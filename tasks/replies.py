@@ -46,7 +46,7 @@ def _send(producer: Producer, reply: Reply) -> None:
         raise OperationalError(f"{type(error).__name__}: {error}") from error
 
 
-def _faults(connection: Connection) -> tuple[type[Exception], ...]:
+def _faults(connection: Connection) -> tuple[type[BaseException], ...]:
     """Return what the transport raises when its broker is away, or refuses."""
     recoverable = (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors)
     return (*recoverable, *connection.connection_errors, *connection.channel_errors)
@@ -56,7 +56,7 @@ def _expire(producer: Producer, queue: str) -> None:
     """Redis knows no expiring queues: give the list itself a time to live."""
     channel: Any = producer.channel
     if producer.connection is not None and producer.connection.transport.driver_type == "redis":
-        channel.client.expire(queue, ABANDONED_SECONDS)
+        channel.client.pexpire(queue, ABANDONED_SECONDS * 1000)  # kombu puts its prefix before this one's key only
 
 
 def _leave_aside(_message: object, error: Exception) -> None:

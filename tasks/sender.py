@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-from ..ledger.errors import OwnerSuperseded, TenureError, Unavailable, from_wire
+from ..ledger.errors import TenureError, Unavailable, from_wire
 from .stream import MAX_PAUSE_SECONDS, Adoption, Run, Stream
 from .wire import Answer, Control, claim_proof
 
@@ -161,8 +161,6 @@ class Sender:
     def _run(self, errand: Errand) -> None:
         try:
             self._carry(partial(self._transport.control, errand.kind, errand.body, errand.request))
-        except OwnerSuperseded:
-            raise
         except TenureError as error:  # no message can be made of it; whoever asked has to know, nobody else
             with self._changed:
                 if not errand.promise.done():
@@ -207,6 +205,13 @@ class Sender:
             found = self._streams.get(answer.execution)
             return [found] if found else []
         return [stream for stream in self._streams.values() if stream.request == answer.request]
+
+    def abandon(self) -> None:
+        """Drop every stream and give its outbox free, as the end of the process would."""
+        with self._changed:
+            for stream in self._streams.values():
+                stream.outbox.close()
+            self._streams.clear()
 
     def close(self) -> None:
         """Stop carrying; what is journalled stays journalled."""

@@ -84,7 +84,8 @@ class Stream:
         self.outbox, self.hold, self.credential = outbox, hold, credential
         self.claim = credential.claim(hold)
         self.broken: TenureError | None = None
-        self.promises: dict[int, Future[Receipt]] = {}
+        # What an earlier process had journalled here is waited for like one's own.
+        self.promises: dict[int, Future[Receipt]] = {entry.sequence: Future() for entry in outbox.pending()}
         self._resend_seconds = self._pause = resend_seconds
         self._due = 0.0  # when to send next; 0 is at once
         self._in_flight = 0  # operations sent and not answered

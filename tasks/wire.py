@@ -3,7 +3,7 @@
 kombu's JSON rewrites values that look typed, so whatever a user can put anything into travels as one opaque
 string of canonical JSON, and the proof covers exactly that string. Nothing here carries a secret.
 
-    control   register, adopt, attach, inspect: signed with the principal's key
+    control   register, adopt, attach, inspect and others: signed with the principal's key
     apply     a run of consecutive operations of one execution: proved with its claim, signed with the principal's key
     reply     answers to either, in bulk: signed with the principal's key
 
@@ -37,6 +37,11 @@ class Control(StrEnum):
     ADOPT = "adopt"
     ATTACH = "attach"
     INSPECT = "inspect"
+    HOLD = "hold"
+    HISTORY = "history"
+    SUBMIT = "submit"
+    LOOKUP = "lookup"
+    PROBE = "probe"
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -15,14 +15,16 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
 from ..ledger import Hold, Kind, Outcome, Receipt, Refusal, Status, secret_digest
 from ..ledger.canonical import canonical, parse
 from ..ledger.claims import SECRET_CHARS
-from ..ledger.errors import ConfigurationError, InvalidParams, Refused
+from ..ledger.errors import ConfigurationError, InvalidParams, Refused, StaleGeneration
 from ..tasks.client import ANSWER_SECONDS, Client, hold_from_json
 from ..tasks.stream import Credential
 from ..tasks.wire import Control
@@ -297,7 +299,8 @@ class Execution:
         unused_child = self._stream.hold.kind is Kind.CHILD and not (self._used or self._given_away)
         try:
             if unused_child and self._stream.broken is None:
-                self.finish(outcome=Outcome.INTERRUPTED)
+                with suppress(StaleGeneration):  # it has ended already, with its parent or with its owner
+                    self.finish(outcome=Outcome.INTERRUPTED)
         finally:
             self._closed = True
             self.client.sender.remove(self._stream)
@@ -309,8 +312,12 @@ class Execution:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What ends the process, and not the work, settles nothing: the work may go on elsewhere.
+        if kind is None or issubclass(kind, Exception):
+            self.close()
 
 
 def _checked(secret: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import update
 
-from .. import children, executions, schema
+from .. import children, executions, schema, submissions
 from ..canonical import canonical, parse
 from ..states import CHILD_SESSION_END, Kind, Reason
 from .payloads import (
@@ -119,16 +119,16 @@ def step_record(work: Work, payload: StepRecord) -> Result:
 @operation("child.reserve")
 def child_reserve(work: Work, payload: ChildReserve) -> Result | Refusal:
     """Mint a child, or refuse: a drain first, then depth, then the cap."""
+    # A workflow that runs again tells its reservations apart by the label.
+    label = {} if payload.work is None else {"label": payload.work.label}
     if refused := children.refusal(work.tx, work.execution):
-        return Refusal(refused.pop("refused"), refused)
+        return Refusal(refused.pop("refused"), refused | label)
     child = children.mint(work.tx, work.execution, work.sequence, payload.secret_digest)
+    if payload.work is not None:
+        submissions.add_child(work.tx, child, payload.work)
     work.touch()
-    return {
-        "execution_id": child.execution_id,
-        "session_id": child.session_id,
-        "generation": child.generation,
-        "depth": child.depth,
-    }
+    told = {"execution_id": child.execution_id, "session_id": child.session_id}
+    return told | {"generation": child.generation, "depth": child.depth} | label
 
 
 @operation("session.end")

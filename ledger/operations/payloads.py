@@ -69,10 +69,27 @@ class StepRecord(Closed):
     result: Json
 
 
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@-]{1,128}$")]
+
+
+class ChildWork(Closed):
+    """A workflow for the child to run, and what its worker derives the child's secret from."""
+
+    workflow: Id
+    arguments: str
+    key: Id
+    label: Id
+    queue: Id | None = None
+
+
 class ChildReserve(Closed):
-    """By which secret the child will be held: its digest, as `ledger.secret_digest` makes it."""
+    """By which secret the child will be held: its digest, as `ledger.secret_digest` makes it.
+
+    With `work` the child is sent to the work queue; without, its parent's process holds it.
+    """
 
     secret_digest: Digest
+    work: ChildWork | None = None
 
 
 class SessionEnd(Closed):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import Settings
     from .ledger import Ledger, Limits, Refusal, operation
-    from .workflows import Client, Execution
+    from .workflows import Client, Execution, Run, workflow
 
 __version__ = version("tenure")
 # Loaded when first asked for: who wants the ledger alone must not pay for Celery.
@@ -23,11 +23,24 @@ _HOMES = {
     "Ledger": "ledger",
     "Limits": "ledger",
     "Refusal": "ledger",
+    "Run": "workflows",
     "Settings": "config",
     "operation": "ledger",
+    "workflow": "workflows",
 }
 
-__all__ = ["Client", "Execution", "Ledger", "Limits", "Refusal", "Settings", "__version__", "operation"]
+__all__ = [
+    "Client",
+    "Execution",
+    "Ledger",
+    "Limits",
+    "Refusal",
+    "Run",
+    "Settings",
+    "__version__",
+    "operation",
+    "workflow",
+]
 
 
 def __getattr__(name: str) -> Any:

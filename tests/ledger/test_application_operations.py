@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 
 from tenure.ledger import Ledger, Operation, Refusal, Work, operation
-from tenure.ledger.errors import ConfigurationError, InvalidParams, NotFound, Unavailable
+from tenure.ledger.errors import AdmissionConflict, ConfigurationError, InvalidParams, NotFound, Unavailable
 from tenure.ledger.operations import BUILTIN, Registry
 from tenure.ledger.schema import messages, sessions, worker_receipts
 from tests.ledger.kit import SettableClock, Worker, database_fault, dump, row, rows
@@ -325,6 +325,19 @@ def test_a_handler_sees_what_it_has_changed_and_may_run_again(open_shop):
         "now": worker.ledger.clock().isoformat(),
     }
     assert seen == [1, 1]
+
+
+def test_the_same_payload_under_another_operation_is_another_operation(open_shop):
+    @operation("shop.ping")
+    def ping(work: Work, payload: Nothing) -> dict[str, Any]:
+        return {}
+
+    worker = open_shop(ping)
+    worker.apply("shop.ping")
+    before = dump(worker.ledger)
+    with pytest.raises(AdmissionConflict, check=lambda error: error.data == {"operation": "shop.ping"}):
+        worker.send(worker.request("execution.finish", {}, sequence=1))
+    assert dump(worker.ledger) == before
 
 
 def test_a_handler_that_changes_nothing_moves_no_revision(open_shop):

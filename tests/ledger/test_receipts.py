@@ -194,15 +194,6 @@ def test_another_payload_or_operation_at_the_same_sequence_conflicts(ledger, wor
     assert dump(ledger) == before
 
 
-def test_the_same_payload_under_another_operation_is_another_operation(ledger, worker):
-    # An empty finish and an operation that takes nothing have the same payload text.
-    worker.finish({})
-    with pytest.raises(InvalidParams):
-        worker.send(worker.request("session.end", {}, sequence=1))
-    stored = row(ledger, worker_receipts, execution_id=worker.execution_id)
-    assert stored.operation == "execution.finish"
-
-
 def test_a_gap_tells_the_sequence_to_send_from(ledger, worker):
     for expected in (1, 2, 3):
         for sequence in (expected + 1, expected + 100, 2**63 - 1):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import psycopg
@@ -20,6 +23,7 @@ from tenure.config import Settings
 from tenure.ledger import Ledger
 from tenure.ledger.laws import audit
 from tenure.ledger.schema import metadata, owner_lease
+from tenure.tasks import replies
 from tenure.tasks.keys import create
 from tenure.workflows import Client, Execution
 from tests.processes import Spawned, Spawner
@@ -65,12 +69,24 @@ class Fleet:
         folder = self.folder / "modules"
         folder.mkdir(exist_ok=True)
         (folder / f"{name}.py").write_text(source)
-        self.env |= {"PYTHONPATH": str(folder), "TENURE_IMPORTS": name}
+        self.add_to_path(folder)
+        self.env["TENURE_IMPORTS"] = name
+
+    def add_to_path(self, folder: Path) -> None:
+        """Have the processes that are started from now on find what is in a folder."""
+        known = os.environ.get("PYTHONPATH")
+        self.env["PYTHONPATH"] = os.pathsep.join([str(folder), known] if known else [str(folder)])
 
     def celery(self, *args: str, env: Mapping[str, str] | None = None) -> Spawned:
         """Start `celery -A tenure.tasks ...`."""
-        command = (sys.executable, "-m", "celery", "-A", "tenure.tasks", *args)
-        return self._spawn(*command, env=self.env | {"PYTHONWARNINGS": "ignore"} | dict(env or {}), cwd=self.folder)
+        return self._start(
+            "-m", "celery", "-A", "tenure.tasks", *args, env={"PYTHONWARNINGS": "ignore"} | dict(env or {})
+        )
+
+    def _start(self, *args: str, env: Mapping[str, str] | None = None) -> Spawned:
+        process = self._spawn(sys.executable, *args, env=self.env | dict(env or {}), cwd=self.folder)
+        process.end = partial(process.end, patience=0.0)  # what is left at a test's end need not end in good order
+        return process
 
     def worker(self, *args: str, env: Mapping[str, str] | None = None) -> Spawned:
         """Start a worker of the owner queue; it need not come to own."""
@@ -94,18 +110,18 @@ class Fleet:
     def beat(self) -> Spawned:
         """Start a beat, with a schedule file of its own."""
         self._names += 1
-        return self.celery("beat", "-l", "INFO", "-s", str(self.folder / f"schedule-{self._names}"))
+        return self.celery("beat", "-l", "INFO", "--pidfile=", "-s", str(self.folder / f"schedule-{self._names}"))
 
     def holder(self, session: str) -> Holder:
         """Start a worker that holds a session, with a child, until it is killed."""
-        process = self._spawn(sys.executable, "-c", HOLDER, session, env=self.env)
+        process = self._start("-c", HOLDER, session)
         words = process.says(" end", within=START_SECONDS).partition("holds ")[2].split()
         return Holder(process, *words[:3])
 
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Connect this process as a worker's."""
-        with Client.connect(self.settings) as client:
+        with patch.object(replies, "_POLL_SECONDS", 0.1), Client.connect(self.settings) as client:  # it closes sooner
             yield client
 
     @contextmanager

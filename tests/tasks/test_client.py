@@ -15,7 +15,7 @@ from tenure.ledger.errors import ConfigurationError, InvalidParams, OutboxFull, 
 from tenure.ledger.schema import epochs, worker_executions
 from tenure.tasks import keys, transports
 from tenure.tasks.client import Client, hold_from_json
-from tenure.tasks.owner import hold_to_json
+from tenure.tasks.desk import hold_to_json
 from tenure.tasks.stream import Credential
 from tenure.tasks.wire import Control, claim_proof
 from tests.ledger.kit import row, rows
@@ -199,6 +199,14 @@ def test_a_client_connects_with_the_key_of_its_principal(away, tmp_path):
         away.sender.append(stream, "op", '"' + "x" * 65536 + '"')
     away.sender.remove(stream)
     stream.outbox.close()
+
+
+def test_a_client_that_is_closed_leaves_no_thread(environ, away):
+    thread, listener = away.sender._thread, away._transport._listener._thread
+    assert thread.is_alive()
+    away.close()
+    assert not thread.is_alive()
+    assert not listener.is_alive()
 
 
 def test_while_the_broker_is_away_a_question_is_given_up_in_time(away):

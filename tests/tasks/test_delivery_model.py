@@ -29,6 +29,7 @@ from tenure.tasks.sender import Sender
 from tenure.tasks.stream import Run, Stream
 from tenure.tasks.transports import control_message, run_message
 from tenure.tasks.wire import Answer, Control
+from tests.ledger.kit import Failing
 from tests.tasks.kit import (
     ALICE,
     REPLY_TO,
@@ -198,6 +199,12 @@ class Delivery(RuleBasedStateMachine):
     @rule(place=places, keep=st.booleans())
     def deliver(self, place: int, keep: bool) -> None:
         self.serve(self.desks[-1], taken(self.post.letters, place, keep=keep))
+
+    @precondition(lambda self: self.post.letters)
+    @rule(place=places, number=st.integers(1, 3))
+    def deliver_while_the_database_fails(self, place: int, number: int) -> None:
+        with Failing(self.ledger, "commit", number=number):
+            self.serve(self.desks[-1], taken(self.post.letters, place))
 
     def serve(self, desk: Desk, letter: Any) -> None:
         duty = desk.owner.apply if "run" in letter else desk.owner.control

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -213,7 +214,7 @@ def test_a_seal_says_nothing_and_is_new_each_time():
 
 def test_the_key_that_signs_cannot_seal():
     assert ONE.signing_key != ONE.sealing_key
-    swapped = Principal("one", ONE.capabilities, signing_key=ONE.sealing_key, sealing_key=ONE.signing_key)
+    swapped = replace(ONE, signing_key=ONE.sealing_key, sealing_key=ONE.signing_key)
     with pytest.raises(PermissionDenied):
         swapped.unseal(ONE.seal("text", context="c"), context="c")
 

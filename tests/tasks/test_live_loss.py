@@ -191,10 +191,14 @@ def test_a_caller_of_a_broker_that_never_answers_is_told_in_time(spawn, tmp_path
     with socket.create_server(("127.0.0.1", 0), backlog=50) as hole:
         url = f"redis://127.0.0.1:{hole.getsockname()[1]}/0"
         fleet = Fleet(spawn, tmp_path, ledger=sqlite_url, broker=url)
-        began = time.monotonic()
-        with fleet.client() as client, pytest.raises(TimeoutError):
-            Execution.start(client, "s", within=0.5)
-        print(time.monotonic() - began)
+        with fleet.client() as client:
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                Execution.start(client, "s", within=0.5)
+            told = time.monotonic()
+        closed = time.monotonic()
+    assert told - began < 0.5 + AT_ONCE
+    assert closed - told < 15  # two threads have five seconds each to end
 
 
 def test_an_operation_gets_through_after_a_storm_of_cut_connections(embedded, broker):

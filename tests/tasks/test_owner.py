@@ -14,7 +14,7 @@ import pytest
 from tenure.ledger import Ledger, Limits, Work, operation, secret_digest
 from tenure.ledger.errors import OwnerSuperseded, from_wire
 from tenure.ledger.schema import operation_attempts, worker_executions, worker_receipts
-from tenure.tasks import owner as owner_module
+from tenure.tasks import desk as desk_module
 from tenure.tasks import transports, wire
 from tenure.tasks.client import hold_from_json
 from tenure.tasks.keys import Capability
@@ -110,7 +110,7 @@ def test_a_session_has_one_holder(desk, holder):
 @pytest.mark.parametrize("reason", ["no_such_process", "other_birth", "zombie", "other_boot", "other_user", "is_owner"])
 @pytest.mark.parametrize("kind", [Control.REGISTER, Control.ATTACH])
 def test_a_process_that_is_not_what_it_says_is_refused_with_the_reason(desk, holder, monkeypatch, kind, reason):
-    monkeypatch.setattr(owner_module, "admit", lambda *_, **__: Admission(False, Life.DEAD, reason))
+    monkeypatch.setattr(desk_module, "admit", lambda *_, **__: Admission(False, Life.DEAD, reason))
     body = registration() if kind is Control.REGISTER else holder.attachment(HERE)
     before = dump(desk.ledger)
     assert told([desk.control(kind, body)]) == [f"permission_denied: process_{reason}"]
@@ -128,7 +128,7 @@ def test_what_is_asked_about_is_the_senders_process_and_this_owners(ledger, monk
         asked.append((identity, here, owner_pid))
         return Admission(True, Life.ALIVE, "alive")
 
-    monkeypatch.setattr(owner_module, "admit", admit)
+    monkeypatch.setattr(desk_module, "admit", admit)
     Desk(ledger, owner_pid=4711).register(identity=ELSEWHERE)
     assert asked == [(ELSEWHERE, HERE, 4711)]
 
@@ -537,7 +537,7 @@ def test_a_poisoned_operation_stays_so(ledger):
 
 
 def test_recovery_loses_executions_of_processes_that_are_gone(desk, spawn, monkeypatch):
-    monkeypatch.setattr(owner_module, "admit", lambda *_, **__: Admission(True, Life.ALIVE, "alive"))
+    monkeypatch.setattr(desk_module, "admit", lambda *_, **__: Admission(True, Life.ALIVE, "alive"))
     process = spawn("true")
     process.wait(within=10)
     gone = desk.register(identity=replace(HERE, pid=process.pid, birth="ticks:1"))

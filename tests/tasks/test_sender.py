@@ -329,6 +329,15 @@ def test_an_errand_without_an_answer_is_given_up_and_forgotten(transport):
     assert len(transport.sent) == sent
 
 
+def test_an_errand_that_is_answered_while_it_is_sent_again_keeps_its_answer(sender, transport):
+    def control(kind: Control, body: dict[str, Any], request: str) -> list[Answer]:
+        sender.receive([Answer({"n": 1}, request=request)])
+        raise InvalidParams("no message can be made of it now")
+
+    transport.control = control
+    assert sender.ask(Control.INSPECT, {}, within=5) == {"n": 1}
+
+
 def test_an_errand_that_is_answered_twice_keeps_the_first_answer(sender, transport):
     def control(kind: Control, body: dict[str, Any], request: str) -> list[Answer]:
         return [Answer({"n": 1}, request=request), Answer({"n": 2}, request=request)]

@@ -141,7 +141,7 @@ def test_a_run_names_what_it_is_sent_under(course):
 def test_runs_and_credentials_do_not_show_what_they_hold(course):
     course.append("what nobody may read")
     run = course.poll()
-    shown = repr([run, course.stream.credential, Adoption(HOLD, "claim", 6, "tag"), run.entries])
+    shown = repr([run, course.stream.credential, Adoption(HOLD, run.claim, 6, "tag"), run.entries])
     assert "what nobody may read" not in shown
     assert run.claim not in shown
     assert HOLDER.credential.secret_digest not in shown
@@ -297,6 +297,20 @@ def test_an_adoption_without_an_answer_is_asked_again_and_nothing_else_is_sent(c
     assert course.silent()
     course.now = course.stream.due()
     assert isinstance(course.poll(), Adoption)
+
+
+def test_an_adoption_is_asked_for_even_when_everything_is_answered_meanwhile(course):
+    """An execution that nobody adopts is `unknown`, and may be discarded, however little it writes."""
+    course.append("a")
+    course.sends()
+    course.error(StaleEpoch("epoch_mismatch", {"epoch": 8}), 1)
+    course.ok(1)  # the late answer of the older owner
+    assert course.pending() == []
+    assert not course.stream.idle
+    assert isinstance(course.poll(), Adoption)
+    course.adopted(8)
+    assert course.stream.idle
+    assert course.silent()
 
 
 def test_a_third_epoch_meanwhile_is_adopted_in_its_turn(course):

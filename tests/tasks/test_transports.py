@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 import amqp
 import pytest
 from celery import Celery
-from kombu import Producer
+from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 
 from tenure.config import Settings
@@ -220,7 +222,17 @@ def test_a_reply_comes_back(app, transport, arrived):
     assert arrived.get(timeout=SOON) == answers
 
 
-def test_replies_that_are_not_ours_are_left_aside_and_the_next_one_is_heard(app, transport, arrived, caplog):
+class Intruder:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_replies_that_are_not_ours_are_left_aside_and_the_next_one_is_heard(app, transport, arrived, caplog, tmp_path):
     assert transport._listener.listening.wait(SOON)
     answer = Answer({"positions": [1]}, None, "x1", 1, "tag")
     good = reply_to(transport, answer)
@@ -237,12 +249,13 @@ def test_replies_that_are_not_ours_are_left_aside_and_the_next_one_is_heard(app,
     ]
     for other in others:
         publish(app, Reply(good.reply_to, other))
+    pickled = {"content_type": "application/x-python-serialize", "content_encoding": "binary"}
     with app.connection_for_write() as connection:
         producer = Producer(connection.default_channel)
         for body, options in (
             ("text", {"serializer": "json"}),
             ("not JSON", {"content_type": "application/json", "content_encoding": "utf-8"}),
-            (b"\x80\x04N.", {"content_type": "application/x-python-serialize", "content_encoding": "binary"}),
+            (pickle.dumps(Intruder(tmp_path / "made")), pickled),
         ):
             producer.publish(body, routing_key=good.reply_to, exchange="", **options)
     publish(app, good)
@@ -250,6 +263,7 @@ def test_replies_that_are_not_ours_are_left_aside_and_the_next_one_is_heard(app,
     with pytest.raises(Empty):
         arrived.get_nowait()
     assert caplog.text.count("left aside") == len(others) + 3
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_listener_that_is_stopped_ends(app, transport):
@@ -289,6 +303,11 @@ def test_a_reply_that_the_broker_does_not_take_is_told_and_left_to_the_worker(ap
     publish(app, Reply(REPLY_TO, {"a": 1}))
     assert "by peer" in caplog.text
     assert "its worker will ask again" in caplog.text
+
+
+@pytest.mark.parametrize("refusal", [amqp.AccessRefused, amqp.RecoverableConnectionError, amqp.ChannelError, OSError])
+def test_a_broker_that_refuses_is_as_good_as_away(refusal):
+    assert issubclass(refusal, replies._faults(Connection("amqp://nobody.invalid")))
 
 
 def test_the_queue_of_replies_is_the_transports_own(app, transport, arrived, unique_name):

@@ -10,7 +10,7 @@ import pytest
 from kombu.utils import json as kombu_json
 
 from tenure.ledger import secret_digest
-from tenure.ledger.canonical import canonical, parse
+from tenure.ledger.canonical import MAX_BYTES, canonical, parse
 from tenure.ledger.errors import InvalidParams, PermissionDenied, SequenceGap, from_wire, to_wire
 from tenure.ledger.schema import messages, steps, worker_executions
 from tenure.tasks import wire
@@ -297,6 +297,39 @@ def test_what_is_no_message_is_refused_once_and_never_shown(desk, holder, caplog
     # The owner goes on with the next message.
     (answer,) = desk.run(holder.message(("transcript.append", say("hello"))))
     assert answer.value == {"positions": [1]}
+
+
+def signed_body(body: str) -> dict[str, Any]:
+    proof = ALICE.sign(wire._control_text(Control.REGISTER, "alice", "asked", REPLY_TO, body))
+    return control() | {"body": body, "proof": proof}
+
+
+def control_to(reply_to: str, request: str = "asked") -> dict[str, Any]:
+    return wire.control(Control.REGISTER, {}, principal=ALICE, request=request, reply_to=reply_to)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        *((control_to(REPLY_TO + end), "reply_to: not a reply queue's name") for end in ("0", "\n", ".owner")),
+        (control_to("owner"), "reply_to: not a reply queue's name"),
+        (control_to(REPLY_TO, "a\0b"), "request: text holds a NUL character"),
+        (signed_body(HUGE), f"body: {len(HUGE)} characters, at most {wire.MAX_RUN_BYTES} are allowed"),
+    ],
+    ids=range(6),
+)
+def test_what_is_no_message_is_refused_whoever_has_signed_it(desk, caplog, message, told):
+    assert desk.owner.control(message) is None
+    assert told in caplog.text
+
+
+def test_a_run_of_the_greatest_operation_is_no_more_than_is_taken(desk, holder):
+    """What a worker may journal, an owner must be able to read."""
+    empty = len(canonical({"name": "n", "input_digest": "0" * 64, "result": ""}))
+    greatest = {"name": "n", "input_digest": "0" * 64, "result": "x" * (MAX_BYTES - empty)}
+    assert len(canonical(greatest)) == MAX_BYTES
+    (answer,) = desk.run(holder.message(("step.record", greatest)))
+    assert answer.value == {"recorded": True}
 
 
 def test_the_log_of_a_refusal_tells_its_size(desk, caplog):

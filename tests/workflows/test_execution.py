@@ -479,6 +479,7 @@ def test_a_parent_sees_what_became_of_every_child(run, board, ledger):
         retired.execution_id: (Status.TERMINAL, Outcome.INTERRUPTED, "owner_restarted"),
         live.execution_id: (Status.RUNNING, None, "reserved"),
     }
+    assert all(child.outcome is None or isinstance(child.outcome, Outcome) for child in told.values())
     assert (told[done.execution_id].result, told[failed.execution_id].result) == (result, None)
     assert told[done.execution_id].session_id == done.session_id
     assert told[done.execution_id].last_sequence == 2
@@ -496,12 +497,14 @@ def test_a_handle_whose_stream_is_broken_closes_without_a_word(run, board, ledge
     assert path.exists()  # what it had journalled stays
 
 
-def test_an_unused_child_of_an_older_epoch_cannot_be_finished_and_says_why(run, board):
+def test_an_unused_child_that_has_ended_already_is_closed_without_a_word(run, board, ledger):
     child = child_of(run)
     board.begin()
-    with pytest.raises(StaleGeneration) as told:
-        child.close()
-    assert told.value.detail == "child_not_adoptable"
+    child.close()
+    with child_of(run) as another:
+        run.finish()
+    reasons = [stands(ledger, ended).status_reason for ended in (child, another)]
+    assert reasons == ["owner_restarted", "parent_finished"]
     with pytest.raises(ConfigurationError):
         child.append(user("a"))
 
@@ -561,12 +564,13 @@ def test_the_ticket_of_another_principal_is_refused(run, board, tmp_path):
         assert refused.value.detail == "bad_seal"
 
 
-def test_a_ticket_is_for_a_child_that_was_not_written_to(run):
+def test_a_ticket_is_for_a_child_that_was_not_written_to(client, run):
     child = child_of(run)
     child.append(user("a"))
-    for execution in (child, run):
-        with pytest.raises(ConfigurationError):
-            execution.ticket()
+    with Execution.start(client, "s2", within=5) as unused_root:
+        for execution in (child, run, unused_root):
+            with pytest.raises(ConfigurationError):
+                execution.ticket()
     assert child.append(user("b")) == [2]
     closed = child_of(run)
     closed.close()
@@ -687,6 +691,7 @@ def test_what_has_no_receipt_stays_in_the_outbox_when_the_handle_is_closed(board
     path = run._stream.outbox.path
     run.close()
     assert path.exists()
+    assert client.sender.step() is None  # it is not carried any more
     again = client.open_stream(run._stream.hold, run._credential)
     assert [found.operation for found in again.outbox.pending()] == ["execution.finish"]
     client.sender.remove(again)
@@ -786,7 +791,8 @@ if pid == 0:
     status = 1
     try:
         for write in (lambda: run.append(say("forked")), child.ticket, run.children, run.finish,
-                      lambda: Execution.start(client, "s3"), run.reserve_child):
+                      lambda: Execution.start(client, "s3"), run.reserve_child,
+                      lambda: Execution(client, run._stream.hold, run._credential, run._secret)):
             refused(write)
         for held in (child, run, done, client):
             held.close()
