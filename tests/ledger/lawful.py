@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenure.ledger import Death, Ledger, Limits, Work, engine, operation, secret_digest
+from tenure.ledger.submissions import Submission
 from tests.ledger.kit import ELSEWHERE, Worker
 
 LIMITS = Limits(2, 2)
@@ -47,6 +48,9 @@ class Lawful:
         second = self.ledger.begin_epoch("the second owner")
         self.ledger.recover(second)
         self._second_epoch(second)
+        self.ledger.submit(
+            second, Submission("request-1", "test.flow", '{"args":[],"kwargs":{}}', "", "p", "agents", 3)
+        )
 
     def _work_of_the_agent(self) -> None:
         agent = self.agent

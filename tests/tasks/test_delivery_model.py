@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tenure.ledger import BUILTIN, Kind, Ledger, Limits, Registry, Status, reads, secret_digest
-from tenure.ledger.clock import utc_now
+from tenure.ledger import Kind, Ledger, Limits, Status, reads, secret_digest
 from tenure.ledger.errors import InvalidParams, OwnerSuperseded, StaleGeneration, TenureError
 from tenure.ledger.laws import LAWS
-from tenure.ledger.migrate import upgrade
-from tenure.ledger.store import Store
 from tenure.tasks import wire
 from tenure.tasks.sender import Sender
 from tenure.tasks.stream import Run, Stream
@@ -36,7 +40,7 @@ from tests.tasks.kit import (
     Desk,
     Holder,
     SettableMonotonic,
-    quick,
+    open_ledger,
     said,
     say,
     stream_of,
@@ -45,35 +49,6 @@ from tests.tasks.kit import (
 
 LIMITS = Limits(2, 1)
 MALFORMED = [("no.such", "{}"), ("transcript.append", '{"messages":[]}'), ("transcript.append", '{"messages":7}')]
-
-
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plug is pulled here, so no disk has to be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda _fd: None)
-
-
-class Ledgers:
-    """Gives out one ledger, empty each time: an engine of its own for each would compile every statement anew."""
-
-    def __init__(self, folder: Path) -> None:
-        self.template, self.path = folder / "template", folder / "ledger"
-        upgrade(f"sqlite:///{self.template}")
-        store = Store(f"sqlite:///{self.path}")
-        quick(store.engine)
-        self.ledger = Ledger(store, Registry(BUILTIN), limits=LIMITS, clock=utc_now)
-
-    def empty(self) -> Ledger:
-        self.ledger.close()
-        for path in self.path.parent.glob("ledger*"):  # and its log
-            path.unlink()
-        shutil.copy(self.template, self.path)
-        return self.ledger
-
-
-@pytest.fixture(autouse=True)
-def _ledgers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Delivery, "ledgers", Ledgers(tmp_path), raising=False)
 
 
 @dataclass
@@ -108,12 +83,11 @@ places = st.integers(0, 7)  # which letter or reply, counted from the oldest
 
 
 class Delivery(RuleBasedStateMachine):
-    ledgers: Ledgers
+    ledger: Ledger  # one for all courses: each has executions of its own, and begins with an epoch of its own
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.ledger = self.ledgers.empty()
         self.clock, self.post = SettableMonotonic(), Post()
         self.sender = Sender(self.post, resend_seconds=2.0, threaded=False, monotonic=self.clock)
         self.desks = [Desk(self.ledger)]
@@ -269,11 +243,10 @@ class Delivery(RuleBasedStateMachine):
                     self.serve(self.desks[-1], letter)
                 for line in self.lines:
                     self.check(line)
-                self.check_ledger()
+                self.check_sequences()
         finally:
             for line in self.lines:
                 line.stream.outbox.close()
-            self.ledger.close()
             shutil.rmtree(self.folder)
 
     def settle(self) -> None:
@@ -306,9 +279,8 @@ class Delivery(RuleBasedStateMachine):
         assert not line.stream.promises
         assert not line.stream.outbox.pending()
 
-    def check_ledger(self) -> None:
+    def check_sequences(self) -> None:
         with self.ledger.read() as connection:
-            assert [violation for law in LAWS for violation in law(connection, LIMITS)] == []
             for line in self.lines:
                 found = reads.execution(connection, line.holder.hold.execution_id)
                 if line.holder.hold.kind is not Kind.CHILD:
@@ -327,5 +299,15 @@ def failed(promise: Future[Any]) -> TenureError | None:
     return error
 
 
-TestDelivery = Delivery.TestCase
-TestDelivery.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+def test_what_a_receipt_was_given_for_is_in_the_ledger_once_and_in_order(sqlite_url, monkeypatch):
+    for sync in ("fsync", "fdatasync"):  # no plug is pulled here, so no disk has to be waited for
+        monkeypatch.setattr(os, sync, lambda _fd: None, raising=False)
+    with open_ledger(sqlite_url, limits=LIMITS) as ledger:
+        monkeypatch.setattr(Delivery, "ledger", ledger, raising=False)
+        slow = [HealthCheck.too_slow]
+        run_state_machine_as_test(
+            Delivery,
+            settings=settings(max_examples=200, stateful_step_count=25, deadline=None, suppress_health_check=slow),
+        )
+        with ledger.read() as connection:
+            assert [violation for law in LAWS for violation in law(connection, LIMITS)] == []
