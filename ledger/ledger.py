@@ -103,10 +103,17 @@ class Ledger:
         with self.transaction(epoch) as tx:
             return epochs.predecessor_crashed(tx)
 
-    def recover(self, epoch: int, *, deaths: Sequence[Death] = (), unknown_grace: timedelta | None = None) -> Report:
+    def recover(
+        self,
+        epoch: int,
+        *,
+        deaths: Sequence[Death] = (),
+        unknown_grace: timedelta | None = None,
+        retention: timedelta | None = None,
+    ) -> Report:
         """Settle what earlier epochs and dead processes left behind; see `tenure.ledger.recovery`."""
         with self.transaction(epoch) as tx:
-            return recovery.recover(tx, deaths=deaths, unknown_grace=unknown_grace)
+            return recovery.recover(tx, deaths=deaths, unknown_grace=unknown_grace, retention=retention)
 
     def register(self, epoch: int, request: Registration) -> Hold:
         """Admit a root execution. The same registration again gets the same answer."""

@@ -17,6 +17,7 @@ from . import children, schema
 from .canonical import canonical
 from .claims import Identity
 from .executions import discard
+from .retention import prune
 from .schema import UtcDateTime
 from .states import Kind, Reason, Status
 from .transaction import Transaction
@@ -43,21 +44,29 @@ class Report:
     unknown: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
     discarded: list[str] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)  # root sessions
 
     @property
     def empty(self) -> bool:
         """Whether there was nothing to do."""
-        return not (self.unknown or self.retired or self.discarded)
+        return not (self.unknown or self.retired or self.discarded or self.pruned)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         return asdict(self)
 
 
-def recover(tx: Transaction, *, deaths: Sequence[Death] = (), unknown_grace: timedelta | None = None) -> Report:
+def recover(
+    tx: Transaction,
+    *,
+    deaths: Sequence[Death] = (),
+    unknown_grace: timedelta | None = None,
+    retention: timedelta | None = None,
+) -> Report:
     """Settle what earlier epochs and dead processes left, and record the pass.
 
-    `unknown_grace` is how long an execution may stay `unknown` before it is discarded; None is for ever.
+    `unknown_grace` is how long an execution may stay `unknown` before it is discarded, `retention` how long ended
+    work is kept; None is for ever.
     """
     by = f"recovery of epoch {tx.epoch}"
     older = and_(_x.c.epoch < tx.epoch, _x.c.status != Status.TERMINAL)
@@ -68,6 +77,8 @@ def recover(tx: Transaction, *, deaths: Sequence[Death] = (), unknown_grace: tim
         _bury(tx, death, report)
     if unknown_grace is not None:
         _discard_expired(tx, unknown_grace, report)
+    if retention is not None:
+        report.pruned.extend(prune(tx, retention))
     _record(tx, report)
     return report
 
@@ -133,5 +144,5 @@ def _record(tx: Transaction, report: Report) -> None:
 
 def _counts(report: Report) -> dict[str, Any]:
     """Return the report with at most a hundred ids of each, beside their number."""
-    lists = {"unknown": report.unknown, "retired": report.retired, "discarded": report.discarded}
+    lists = {name: ids for name, ids in asdict(report).items() if isinstance(ids, list)}
     return {name: {"count": len(ids), "first": ids[:100]} for name, ids in lists.items()}

@@ -40,9 +40,10 @@ def add_endpoints(app: Celery, settings: Settings, tenancy: Tenancy) -> None:
 
     tenancy.send = order_sender(app, settings)
     grace = timedelta(seconds=settings.unknown_grace_seconds)
+    retention = timedelta(days=settings.retention_days) if settings.retention_days else None
     endpoint(APPLY, lambda owner, value: owner.apply(value))
     endpoint(CONTROL, lambda owner, value: owner.control(value))
-    endpoint(RECOVER, lambda owner, _value: owner.recover(unknown_grace=grace))
+    endpoint(RECOVER, lambda owner, _value: owner.recover(unknown_grace=grace, retention=retention))
     endpoint(CANARY, lambda _owner, _value: None)
 
 

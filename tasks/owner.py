@@ -145,15 +145,15 @@ class Owner:
             return to_wire(now)
         return to_wire(error)
 
-    def recover(self, *, unknown_grace: timedelta | None) -> dict[str, Any]:
-        """Run one recovery pass; returns the report.
+    def recover(self, *, unknown_grace: timedelta | None, retention: timedelta | None = None) -> dict[str, Any]:
+        """Run one recovery pass; returns the report. See `ledger.recovery.recover` for the two spans.
 
         Raises:
             OwnerSuperseded: a newer epoch has begun; this process must leave.
             Unavailable: the database cannot serve this now.
         """
         deaths = deaths_on_this_host(self.ledger, self.here)
-        report = self.ledger.recover(self.epoch, deaths=deaths, unknown_grace=unknown_grace)
+        report = self.ledger.recover(self.epoch, deaths=deaths, unknown_grace=unknown_grace, retention=retention)
         self.send_due()
         return report.as_json()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import getpass
 import json
+import logging
 import os
 import random
+import signal
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -121,6 +124,26 @@ def beat() -> None:
     from tenure.supervisor import beat_command
 
     _become(beat_command(settings()))
+
+
+@main.command()
+def probe() -> None:
+    """Vouch for this host's worker processes, so that the owner knows at once when one has died.
+
+    Every host with workers needs one, but for the owner's own.
+    """
+    from tenure.tasks.probe import Probe
+    from tenure.workflows import Client
+
+    given = settings()
+    logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with Client.connect(given) as client:
+        running = Probe(client, lease_seconds=given.lease_seconds)
+        running.run(stop.is_set)
+        running.close()
 
 
 def _become(command: list[str]) -> NoReturn:

@@ -159,6 +159,7 @@ def test_each_pass_is_recorded_with_what_it_did(ledger, epoch, worker, clock):
         "unknown": {"count": 1, "first": [worker.execution_id]},
         "retired": {"count": 1, "first": [child.execution_id]},
         "discarded": {"count": 0, "first": []},
+        "pruned": {"count": 0, "first": []},
     }
     assert {kind["count"] for kind in json.loads(second.report).values()} == {0}
     assert report.as_json() == {

@@ -112,9 +112,15 @@ class Fleet:
         self._names += 1
         return self.celery("beat", "-l", "INFO", "--pidfile=", "-s", str(self.folder / f"schedule-{self._names}"))
 
-    def holder(self, session: str) -> Holder:
+    def probe(self, host: str) -> Spawned:
+        """Start a host's probe and wait until the owner has heard of it."""
+        process = self._start("-m", "tenure", "probe", env={"TENURE_HOST_ID": host})
+        wait_until(lambda: self.rows("SELECT host FROM hosts"), within=START_SECONDS, what="the probe is known")
+        return process
+
+    def holder(self, session: str, *, env: Mapping[str, str] | None = None) -> Holder:
         """Start a worker that holds a session, with a child, until it is killed."""
-        process = self._start("-c", HOLDER, session)
+        process = self._start("-c", HOLDER, session, env=env)
         words = process.says(" end", within=START_SECONDS).partition("holds ")[2].split()
         return Holder(process, *words[:3])
 

@@ -243,7 +243,7 @@ class Delivery(RuleBasedStateMachine):
                     self.serve(self.desks[-1], letter)
                 for line in self.lines:
                     self.check(line)
-                self.check_sequences()
+                self.finish()
         finally:
             for line in self.lines:
                 line.stream.outbox.close()
@@ -279,12 +279,17 @@ class Delivery(RuleBasedStateMachine):
         assert not line.stream.promises
         assert not line.stream.outbox.pending()
 
-    def check_sequences(self) -> None:
+    def finish(self) -> None:
+        """End everything, so that the next course finds nothing to do but its own."""
+        roots = [line for line in self.lines if line.holder.hold.kind is not Kind.CHILD]
+        for line in roots:
+            self.append(line, "execution.finish", "{}")
+        self.settle()
         with self.ledger.read() as connection:
-            for line in self.lines:
+            assert list(reads.executions(connection, live_only=True)) == []
+            for line in roots:
                 found = reads.execution(connection, line.holder.hold.execution_id)
-                if line.holder.hold.kind is not Kind.CHILD:
-                    assert found.last_sequence == line.stream.outbox.next_sequence - 1
+                assert found.last_sequence == line.stream.outbox.next_sequence - 1
 
 
 def taken(letters: list[Any], place: int, *, keep: bool = False) -> Any:
