@@ -34,7 +34,7 @@ _PROGRAM_LIMIT = "54"  # class of SQLSTATE: PostgreSQL reports what no patience 
 _READ_ONLY = "25006"  # and a standby, which may be a primary tomorrow, as internal
 _PG_OPTIONS = (
     f"-c lock_timeout={int(PATIENCE_SECONDS * 1000)} -c statement_timeout={int(PATIENCE_SECONDS * 3000)}"
-    " -c idle_in_transaction_session_timeout=60000"
+    " -c idle_in_transaction_session_timeout=15000"
 )
 
 

@@ -6,12 +6,12 @@ due to be sent again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, and_, bindparam, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, insert, or_, select, update
 from sqlalchemy.engine import Row
 
 from . import schema
@@ -180,11 +180,12 @@ def take_due(tx: Transaction) -> list[Due]:
     each again after a patience that doubles, should the message be lost.
     """
     _close_ended(tx)
-    due = [row for row in _candidates(tx) if _is_due(row, tx.now)]
-    spent = [row for row in due if row.status == Status.UNKNOWN and row.generation >= row.max_attempts]
-    for row in spent:
-        discard(tx, row.execution_id, reason=Reason.ATTEMPTS_EXHAUSTED, by=f"limit of {row.max_attempts} attempts")
-    sent = [row for row in due if row not in spent]
+    sent: list[Row[Any]] = []
+    for row in _candidates(tx):
+        if row.status == Status.UNKNOWN and row.generation >= row.max_attempts:
+            discard(tx, row.execution_id, reason=Reason.ATTEMPTS_EXHAUSTED, by=f"limit of {row.max_attempts} attempts")
+        else:
+            sent.append(row)
     if sent:
         tx.execute(
             update(_t)
@@ -205,7 +206,8 @@ def _close_ended(tx: Transaction) -> None:
     tx.execute(update(_t).where(_t.c.closed_at.is_(None), ended.exists()).values(closed_at=tx.now))
 
 
-def _candidates(tx: Transaction) -> Iterator[Row[Any]]:
+def _candidates(tx: Transaction) -> Sequence[Row[Any]]:
+    """Return what is due, the oldest first. The database says what is: those that wait must not hide the others."""
     not_begun = _x.c.execution_id.is_(None)
     gone = and_(_x.c.status == Status.UNKNOWN, _x.c.status_reason.in_([Reason.PROCESS_DEAD, Reason.PROCESS_STOPPED]))
     not_attached = and_(_t.c.parent_execution_id.is_not(None), _x.c.attached_at.is_(None))
@@ -213,19 +215,20 @@ def _candidates(tx: Transaction) -> Iterator[Row[Any]]:
         select(_t, _x.c.status, _x.c.status_at, _x.c.generation)
         .select_from(_t.outerjoin(_x, _x.c.execution_id == _t.c.execution_id))
         .where(_t.c.closed_at.is_(None), or_(not_begun, gone, not_attached))
+        .where(or_(_t.c.sent_at.is_(None), and_(gone, _t.c.sent_for < _x.c.generation), _overdue(tx.now)))
         .order_by(_t.c.submitted_at)
         .limit(BATCH)
     )
-    return iter(tx.execute(statement).all())
+    return tx.execute(statement).all()
 
 
-def _is_due(row: Row[Any], now: datetime) -> bool:
-    if row.sent_at is None:
-        return True
-    if row.status == Status.UNKNOWN and row.sent_for < row.generation:
-        return True  # its process has gone since
-    patience = min(PATIENCE * 2 ** min(row.sent_count - 1, 10), MAX_PATIENCE)
-    return bool(row.sent_at <= now - patience)
+def _overdue(now: datetime) -> ColumnElement[bool]:
+    """Return whether the patience with what was sent is over."""
+    cases, sendings, patience = [], 1, PATIENCE
+    while patience < MAX_PATIENCE:
+        cases.append(and_(_t.c.sent_count == sendings, _t.c.sent_at <= now - patience))
+        sendings, patience = sendings + 1, patience * 2
+    return or_(*cases, and_(_t.c.sent_count >= sendings, _t.c.sent_at <= now - MAX_PATIENCE))
 
 
 def _due(row: Row[Any]) -> Due:

@@ -167,6 +167,7 @@ def test_each_pass_is_recorded_with_what_it_did(ledger, epoch, worker, clock):
         "unknown": [worker.execution_id],
         "retired": [child.execution_id],
         "discarded": [],
+        "pruned": [],
     }
 
 
