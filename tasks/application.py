@@ -55,6 +55,8 @@ def make_app(settings: Settings) -> Celery:
         result_accept_content=["json"],
         task_send_sent_event=True,
         worker_prefetch_multiplier=1,
+        # An order fetched behind a workflow would wait for its end while another worker has nothing to do.
+        worker_disable_prefetch=not url.startswith("amqp"),  # Celery can do this on Redis only
         worker_send_task_events=True,
         worker_hijack_root_logger=False,
         worker_cancel_long_running_tasks_on_connection_loss=False,

@@ -12,6 +12,7 @@ from ..ledger import Address, Identity, Kind, Registration, hosts, reads, submis
 from ..ledger.canonical import parse
 from ..ledger.errors import AdmissionConflict, InvalidParams, PermissionDenied
 from ..ledger.executions import Hold, check_address, check_identity
+from ..ledger.states import Status
 from ..ledger.submissions import Submission
 from ..ledger.transaction import Execution
 from .keys import Capability, Principal
@@ -113,10 +114,14 @@ class Desk:
     def _hold(self, body: dict[str, Any], principal: Principal) -> dict[str, Any]:
         """Register, or take over what a process held that is gone."""
         try:
-            return self._register(body | {"source": "workflow"}, principal)
+            held = self._register(body | {"source": "workflow"}, principal)
         except AdmissionConflict as error:
             if error.detail != "execution_exists":
                 raise
+        else:
+            # The same process, held to be gone, may go on where nobody else has: it has only stood still.
+            if held["status"] != Status.UNKNOWN:
+                return held
         identity = self._checked_process(body)
         address = check_address(Address(self._owner.epoch, body["execution"], body["session"], 1))
         hold = self._owner.ledger.take_over(

@@ -306,8 +306,11 @@ def gate(app: Celery, tenancy: Tenancy) -> None:
 
     def in_this_process(sender: Any, **_kwargs: Any) -> None:
         consumed = sender.app is app and queue in app.amqp.queues.consume_from
-        if consumed and sender.pool_cls is get_implementation("prefork"):
-            sender.pool_cls = get_implementation("threads")
+        if consumed:
+            conf = sender.app.conf
+            conf.worker_disable_prefetch = False  # the next operation may wait here: nobody else would apply it
+            if sender.pool_cls is get_implementation("prefork"):
+                sender.pool_cls = get_implementation("threads")
 
     signals.celeryd_init.connect(one_at_a_time, weak=False)
     signals.worker_init.connect(in_this_process, weak=False)

@@ -13,6 +13,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -36,6 +37,7 @@ class Watcher:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)  # a full pipe wakes as well
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tenure-watch", daemon=True)
@@ -44,10 +46,12 @@ class Watcher:
     def watch(self, identities: Iterable[Identity]) -> None:
         """Watch these too; one of another host, or watched already, is left alone."""
         with self._lock:
+            if self._stopping:
+                return
             for identity in identities:
                 if identity.host == self._here.host and identity not in self._watched:
                     self._watched[identity] = self._descriptor(identity)
-        os.write(self._wake_write, b"w")
+            self._wake()
 
     def forget_others(self, identities: Iterable[Identity]) -> None:
         """Stop watching what is not among these."""
@@ -57,9 +61,20 @@ class Watcher:
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopping = True
-        os.write(self._wake_write, b"s")
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wake()
         self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b"w")
 
     def _descriptor(self, identity: Identity) -> int | None:
         if not hasattr(os, "pidfd_open"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -31,6 +32,16 @@ class AsyncRun:
     def __init__(self, run: Run) -> None:
         self.run = run
 
+    @property
+    def execution_id(self) -> str:
+        """The execution's id."""
+        return self.run.execution_id
+
+    @property
+    def session_id(self) -> str:
+        """The session that it holds."""
+        return self.run.session_id
+
     apply = _awaited(Execution.apply)
     append = _awaited(Execution.append)
     record_usage = _awaited(Execution.record_usage)
@@ -53,11 +64,12 @@ class AsyncRun:
         timeout: float | None = None,  # noqa: ASYNC109 (recorded with the step, not a cancellation scope)
         **kwargs: Any,
     ) -> Any:
-        """Do as `Run.step`; a coroutine function runs in this event loop."""
+        """Do as `Run.step`; a coroutine function runs in this event loop, any other in a thread."""
         options = StepOptions(name or steps.name_of(function), retries, backoff, timeout)
         given = steps.input_digest(options.name, args, kwargs)
         past = await asyncio.to_thread(self.run.begin_step, options.name, given)
         if past is not None:
             return steps.unpack(options.name, past)
-        outcome = await steps.run_tries_async(options, lambda: function(*args, **kwargs))
+        threaded = not inspect.iscoroutinefunction(function)
+        outcome = await steps.run_tries_async(options, lambda: function(*args, **kwargs), threaded=threaded)
         return await asyncio.to_thread(self.run.end_step, options.name, given, outcome)

@@ -75,14 +75,17 @@ class Delegation(Remembering):
         self._delegations += 1
         arguments = workflow.arguments(args, kwargs)
         asked = Delegated(self.execution_id, self._delegations, workflow, arguments, retries)
-        while True:
-            refused = self._mint(asked)
-            if refused is None:
-                return asked
+        refused = self._mint_when_free(asked) if on_full == "wait" else self._mint(asked)
+        return refused or asked
+
+    def _mint_when_free(self, asked: Delegated) -> Refusal | None:
+        """Reserve a child for it as soon as there is a slot, or return why there never will be."""
+        while refused := self._mint(asked):
             cap = refused.facts.get("max_concurrent_children", 0)
-            if on_full == "refuse" or refused.reason != "delegation_capacity" or cap == 0:
+            if refused.reason != "delegation_capacity" or cap == 0:
                 return refused
             self._wait_for_slot(cap)
+        return None
 
     def _mint(self, asked: Delegated) -> Refusal | None:
         """Reserve a child for it, or return why not."""
@@ -106,22 +109,23 @@ class Delegation(Remembering):
             time.sleep(pause)
             pause = min(pause * 2, MAX_LOOK_SECONDS)
 
-    def gather(self, handles: Sequence[Delegated], *, within: float | None = None) -> list[ChildResult]:
+    def gather(self, handles: Sequence[Delegated | Refusal], *, within: float | None = None) -> list[ChildResult]:
         """Wait until each of these children has ended; returns what became of them, in order.
 
         A failure comes back as a value too, and each result is kept as it comes.
 
         Raises:
-            ForeignChild: a handle is of another execution's child.
+            ForeignChild: a handle is of another execution's child, or none, as a refusal is.
             TimeoutError: not all have ended within so many seconds; those that have are kept in their handles.
         """
         self.check_open()
-        for handle in handles:
-            if handle.parent != self.execution_id:
-                raise ForeignChild(f"{handle!r:.80} is not a child of execution {self.execution_id}")
+        mine = [handle for handle in handles if isinstance(handle, Delegated) and handle.parent == self.execution_id]
+        if len(mine) < len(handles):
+            other = next(handle for handle in handles if handle not in mine)
+            raise ForeignChild(f"{other!r:.200} is not a child of execution {self.execution_id}")
         deadline = None if within is None else time.monotonic() + within
         pause = FIRST_LOOK_SECONDS
-        while waiting := [handle for handle in handles if handle.result is None]:
+        while waiting := [handle for handle in mine if handle.result is None]:
             if self._collect(waiting):
                 pause = FIRST_LOOK_SECONDS
                 continue
@@ -129,7 +133,7 @@ class Delegation(Remembering):
                 raise TimeoutError(f"{len(waiting)} children have not ended within {within} s")
             time.sleep(pause)
             pause = min(pause * 2, MAX_LOOK_SECONDS)
-        return [handle.result for handle in handles if handle.result is not None]
+        return [handle.result for handle in mine if handle.result is not None]
 
     def _collect(self, waiting: list[Delegated]) -> bool:
         """Take in what has ended since; returns whether anything has."""
@@ -154,7 +158,8 @@ class Delegation(Remembering):
     def _delegate_again(self, handle: Delegated) -> None:
         handle.retries -= 1
         lost = (handle.execution_id, handle.session_id)
-        if refused := self._mint(handle):
+        # It had a slot, which another child may have taken since.
+        if refused := self._mint_when_free(handle):
             handle.result = ChildResult(*lost, Outcome.FAILED, refused.reason, refused.facts)
 
     def live_children(self) -> list[str]:

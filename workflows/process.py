@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from celery import signals
 
 from ..config import Settings
+from ..ledger.errors import TenureError
 from ..tasks.client import Client
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _client: Client | None = None
@@ -47,6 +54,16 @@ def _after_fork() -> None:
     global _client, _lock
     _client, _lock = None, threading.Lock()
 
+
+def _begin(**_kwargs: Any) -> None:
+    """Connect a worker's new process before its first order comes: a takeover waits for it."""
+    try:
+        current_client()
+    except TenureError as error:  # it may never be needed; where it is, whoever needs it is told again
+        logger.info("no client yet: %s", error.explain())
+
+
+signals.worker_process_init.connect(_begin, weak=False)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from ..ledger.canonical import canonical
 from ..ledger.errors import ConfigurationError
@@ -62,6 +62,12 @@ class Workflow:
         return submit(self, check_id("request_id", request_id), args, kwargs)
 
 
+@overload
+def workflow(name: Callable[..., Any]) -> Workflow: ...
+@overload
+def workflow(
+    name: str | None = None, *, queue: str | None = None, profile: str = "default", max_attempts: int = 5
+) -> Callable[[Callable[..., Any]], Workflow]: ...
 def workflow(
     name: str | Callable[..., Any] | None = None,
     *,
@@ -90,11 +96,17 @@ def _register(
     found = name or f"{function.__module__}.{function.__qualname__}"
     made = Workflow(check_id("workflow", found), function, queue, profile, max_attempts)
     before = _known.get(found)
-    if before is not None and before.function.__code__ is not function.__code__:
-        raise ConfigurationError(f"workflow {found}: the name is taken")
+    if before is not None and _place(before.function) != _place(function):
+        raise ConfigurationError(f"workflow {found}: the name is taken by {'.'.join(_place(before.function))}")
     _known[found] = made
-    add_task(made)
+    if before is None:  # the task looks its workflow up; Celery keeps the first task of a name
+        add_task(made)
     return made
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return where a function is defined: a module that is loaded again defines the same ones anew."""
+    return function.__module__, function.__qualname__
 
 
 def find(name: str) -> Workflow:

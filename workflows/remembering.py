@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from ..ledger import Receipt
 from ..ledger.canonical import digest
+from ..ledger.errors import AdmissionConflict, TenureError
 from ..tasks.wire import Control
+from . import steps
 from .errors import HandleClosed
 from .execution import Execution
 from .replay import Past, Replay
@@ -35,6 +38,11 @@ class Remembering(Execution):
         """Whether the workflow is still where it has been before."""
         return self._replay.active
 
+    @property
+    def stopped(self) -> TenureError | None:
+        """Why this execution can write no more, as where it was retired or taken over; None where it can."""
+        return self._stream.broken
+
     def abandon_replay(self) -> None:
         """Go on behind everything that was done before, whatever it was."""
         self._replay.abandon()
@@ -45,7 +53,9 @@ class Remembering(Execution):
         Raises:
             TimeoutError: no owner answered in time.
         """
-        self.flush()
+        journalled = self._settle_journal()
+        if not journalled and self._stream.hold.last_sequence == 0:
+            return
         past: list[Past] = []
         while True:
             body = self.client.prove(Control.HISTORY, self._stream.hold, self._stream.claim)
@@ -57,13 +67,24 @@ class Remembering(Execution):
                 break
         self._replay = Replay(past)
 
+    def _settle_journal(self) -> bool:
+        """Have everything answered that an earlier process had journalled here; returns whether there was anything."""
+        promises = list(self._stream.promises.values())
+        for promise in promises:
+            # Another process, elsewhere, may have come to this place since and done otherwise: that stands.
+            with suppress(AdmissionConflict):
+                self._wait(promise)
+        return bool(promises)
+
     def submit(self, operation: str, payload: dict[str, Any]) -> Future[Receipt]:
         """Journal an operation, or answer it from the past; see `Execution.submit`.
 
         Raises:
             WorkflowChanged: the code did something else at this place before.
+            StepInStep: a step is running: when it is not run again, this would be missing.
         """
         self.check_open()
+        steps.refuse_nesting(operation)
         if not self._replay.active:
             return super().submit(operation, payload)
         past = self._replay.take(operation, digest(operation, self.client.encode(operation, payload)))

@@ -40,7 +40,8 @@ class Replay:
     @property
     def next_label(self) -> str | None:
         """The label of the delegation that comes next, where one does."""
-        label = self._past[self._next].result.get("label") if self.active else None
+        past = self._past[self._next] if self.active else None
+        label = past.result.get("label") if past and past.operation == "child.reserve" else None
         return label if isinstance(label, str) else None
 
     def abandon(self) -> None:

@@ -40,7 +40,8 @@ class Run(Delegation):
 
         Raises:
             StepFailed, StepTimeout: it raised, or overran, each time it was tried; this too is kept.
-            InvalidParams: an argument or the result is not JSON, or too big; nothing is kept.
+            InvalidParams: an argument or the result is not JSON, or too big, or an option is out of range; nothing
+                is kept.
             WorkflowChanged: the code did something else at this place before.
             StepInStep: another step is running.
         """
@@ -55,7 +56,7 @@ class Run(Delegation):
     def begin_step(self, name: str, given: str) -> dict[str, Any] | None:
         """Return what was recorded of this step, or None when it is to be run now."""
         self.check_open()
-        steps.refuse_nesting(name)
+        steps.refuse_nesting(f"step {name!r}")
         past = self._replay.take_step(name, given)
         if past is None:
             return None

@@ -19,22 +19,38 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from ..ledger.canonical import canonical
-from ..ledger.errors import InvalidParams
+from ..ledger.canonical import MAX_BYTES, canonical, shown
+from ..ledger.errors import InvalidParams, TenureError
 from .errors import StepFailed, StepInStep, StepTimeout
 
 _in_step: ContextVar[str | None] = ContextVar("tenure_step", default=None)
 MAX_PAUSE_SECONDS = 60.0
+MAX_NAME_CHARS = 256
+ROOM_BYTES = 4096  # of an operation's payload, for what stands around a step's result
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a step is tried. `backoff` is the first pause in seconds, doubled each time; `timeout` is for one try."""
+    """How a step is tried. `backoff` is the first pause in seconds, doubled each time; `timeout` is for one try.
+
+    Raises:
+        InvalidParams: one is out of range.
+    """
 
     name: str
     retries: int = 0
     backoff: float = 0.5
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= MAX_NAME_CHARS:
+            raise InvalidParams(f"step: a name of 1 to {MAX_NAME_CHARS} characters is allowed")
+        if type(self.retries) is not int or self.retries < 0:
+            raise InvalidParams(f"retries of step {self.name!r}: {shown(self.retries)} given, 0 or more is allowed")
+        if not 0 <= self.backoff < float("inf"):
+            raise InvalidParams(f"backoff of step {self.name!r}: {shown(self.backoff)} given, 0 or more is allowed")
+        if self.timeout is not None and not 0 < self.timeout <= threading.TIMEOUT_MAX:
+            raise InvalidParams(f"timeout of step {self.name!r}: {shown(self.timeout)} given, more than 0 is allowed")
 
     def pause(self, attempt: int) -> float:
         """Return how long to wait after so many attempts, with some spread."""
@@ -57,14 +73,14 @@ def input_digest(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def refuse_nesting(name: str) -> None:
-    """Check that no step runs here already.
+def refuse_nesting(what: str) -> None:
+    """Check that no step runs here already, in which `what` would be done.
 
     Raises:
         StepInStep: one does.
     """
     if outer := _in_step.get():
-        raise StepInStep(f"step {name!r} inside step {outer!r}")
+        raise StepInStep(f"{what} inside step {outer!r}")
 
 
 def recorded(options: StepOptions, value: Any) -> dict[str, Any]:
@@ -73,15 +89,21 @@ def recorded(options: StepOptions, value: Any) -> dict[str, Any]:
     Raises:
         InvalidParams: it is not JSON, or too big.
     """
-    canonical(value, name=f"result of step {options.name!r}")
+    canonical(value, name=f"result of step {options.name!r}", max_bytes=MAX_BYTES - ROOM_BYTES)
     return {"value": value}
 
 
 def recorded_failure(error: Exception, attempts: int) -> dict[str, Any]:
     """Return what is recorded of a step that failed for good."""
     kind = "timeout" if isinstance(error, TimeoutError) else "error"
-    message = str(error).replace("\0", "").encode("utf-8", "replace").decode()[:2000]
-    return {kind: {"type": type(error).__name__, "message": message, "attempts": attempts}}
+    return {kind: told(error) | {"attempts": attempts}}
+
+
+def told(error: Exception) -> dict[str, Any]:
+    """Return an exception's type and message as JSON can carry them."""
+    text = error.explain() if isinstance(error, TenureError) else str(error)
+    message = text[:2000].replace("\0", "").encode("utf-8", "replace").decode()
+    return {"type": type(error).__name__, "message": message}
 
 
 def unpack(name: str, result: dict[str, Any]) -> Any:
@@ -111,12 +133,13 @@ def run_tries(options: StepOptions, call: Callable[[], Any]) -> dict[str, Any]:
     raise AssertionError("unreachable")
 
 
-async def run_tries_async(options: StepOptions, call: Callable[[], Any]) -> dict[str, Any]:
-    """Do as `run_tries` in an event loop."""
+async def run_tries_async(options: StepOptions, call: Callable[[], Any], *, threaded: bool) -> dict[str, Any]:
+    """Do as `run_tries` in an event loop. With `threaded` the call itself runs in a thread, as it may block."""
     for attempt in range(1, options.retries + 2):
         token = _in_step.set(options.name)
         try:
-            return recorded(options, await asyncio.wait_for(_awaited(call), options.timeout))
+            tried = _awaited_in_thread(call) if threaded else _awaited(call)
+            return recorded(options, await asyncio.wait_for(tried, options.timeout))
         except InvalidParams:
             raise
         except Exception as error:  # noqa: BLE001 (whatever a step raises is its outcome, and is recorded)
@@ -130,6 +153,11 @@ async def run_tries_async(options: StepOptions, call: Callable[[], Any]) -> dict
 
 async def _awaited(call: Callable[[], Any]) -> Any:
     result = call()
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _awaited_in_thread(call: Callable[[], Any]) -> Any:
+    result = await asyncio.to_thread(call)
     return await result if inspect.isawaitable(result) else result
 
 

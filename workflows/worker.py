@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 from dataclasses import asdict
@@ -10,9 +11,17 @@ from typing import Any
 
 from celery import shared_task
 
-from ..ledger import Kind, Outcome, Status, secret_digest
+from ..ledger import Identity, Kind, Outcome, Status, secret_digest
 from ..ledger.canonical import parse
-from ..ledger.errors import AdmissionConflict, PermissionDenied, StaleEpoch, StaleGeneration
+from ..ledger.errors import (
+    AdmissionConflict,
+    PermissionDenied,
+    RuntimeDraining,
+    StaleEpoch,
+    StaleGeneration,
+    Unavailable,
+)
+from ..ledger.executions import Hold
 from ..tasks.client import Client, hold_from_json
 from ..tasks.orders import Order
 from ..tasks.stream import Credential
@@ -21,10 +30,15 @@ from .aio import AsyncRun
 from .process import current_client
 from .registry import Workflow, find
 from .run import Run
+from .steps import told
 
 logger = logging.getLogger(__name__)
 
-_running: set[str] = set()
+# An owner that is away settles nothing. Who stopped waiting would leave an execution that this live process holds and
+# does not run, and that nobody may take over.
+PATIENT_SECONDS = threading.TIMEOUT_MAX
+
+_running: set[tuple[Identity, str]] = set()
 _running_lock = threading.Lock()
 
 
@@ -41,21 +55,27 @@ def add_task(workflow: Workflow) -> None:
 
 
 def run_order(client: Client, order: Order) -> str:
-    """Run a workflow as an order says; returns what came of it, in a word."""
+    """Run a workflow as an order says; returns what came of it, in a word.
+
+    Raises:
+        UnknownWorkflow: this process has not imported it; nothing is held.
+    """
+    workflow, arguments = find(order.workflow), parse(order.arguments)  # before anything is held that would not run
+    mine = (client.identity, order.execution)
     with _running_lock:
-        if order.execution in _running:
+        if mine in _running:
             return "running here already"
-        _running.add(order.execution)
+        _running.add(mine)
     try:
         run = _take(client, order)
-        return "ended before" if run is None else _carry_out(find(order.workflow), run, parse(order.arguments))
-    except (AdmissionConflict, PermissionDenied, StaleEpoch, StaleGeneration) as error:
-        # Somebody else holds it, or it was retired: a message that came twice, or too late.
+        return "ended before" if run is None else _carry_out(workflow, run, arguments)
+    except (AdmissionConflict, PermissionDenied, RuntimeDraining, StaleEpoch, StaleGeneration) as error:
+        # Somebody else holds it, it was retired, or nothing new may begin: a message that came twice, or too late.
         logger.info("%s: not run here: %s", order.execution, error.explain())
         return error.detail or error.reason
     finally:
         with _running_lock:
-            _running.discard(order.execution)
+            _running.discard(mine)
 
 
 def _take(client: Client, order: Order) -> Run | None:
@@ -75,30 +95,44 @@ def _take(client: Client, order: Order) -> Run | None:
         "secret": credential.secret_digest,
     }
     if order.parent:
-        hold = hold_from_json(client.ask(Control.ATTACH, body | {"generation": 1}))
+        answer = client.ask(Control.ATTACH, body | {"generation": 1}, within=PATIENT_SECONDS)
     else:
-        hold = hold_from_json(client.ask(Control.HOLD, body | {"kind": Kind.COMPUTE.value, "profile": order.profile}))
+        facts = {"kind": Kind.COMPUTE.value, "profile": order.profile}
+        answer = client.ask(Control.HOLD, body | facts, within=PATIENT_SECONDS)
+    hold = hold_from_json(answer)
     if hold.status is Status.TERMINAL:
         return None
-    run = Run(client, hold, credential, secret)
+    run = _open(client, hold, credential, secret)
     run.request_id = order.request
-    if hold.last_sequence:
-        run.recall()
+    run.recall()
     return run
+
+
+def _open(client: Client, hold: Hold, credential: Credential, secret: str) -> Run:
+    try:
+        return Run(client, hold, credential, secret, within=PATIENT_SECONDS)
+    except Unavailable:
+        if hold.generation == 1:
+            raise
+        # The process that held it was only stopped, on this machine, and has its outbox open. What is journalled
+        # there was never acknowledged, and is done anew.
+        apart = copy.copy(client)
+        apart.state_dir = client.state_dir / f"generation-{hold.generation}"
+        return Run(apart, hold, credential, secret, within=PATIENT_SECONDS)
 
 
 def _carry_out(workflow: Workflow, run: Run, arguments: dict[str, Any]) -> str:
     with run:
         try:
             result = _call(workflow, run, arguments)
-        except (StaleEpoch, StaleGeneration, PermissionDenied) as error:
-            logger.warning("%s: stopped: %s", run.execution_id, error.explain())
-            return error.reason
+            if not run.finished:
+                run.finish(result=result)
         except Exception as error:
+            if run.stopped is not None:
+                logger.warning("%s: stopped: %s", run.execution_id, run.stopped.explain())
+                return run.stopped.reason
             logger.exception("%s: workflow %s failed", run.execution_id, workflow.name)
             return _fail(run, error)
-        if not run.finished:
-            run.finish(result=result)
     return "completed"
 
 
@@ -110,7 +144,8 @@ def _call(workflow: Workflow, run: Run, arguments: dict[str, Any]) -> Any:
 
 
 def _fail(run: Run, error: Exception) -> str:
-    message = str(error).replace("\0", "").encode("utf-8", "replace").decode()[:2000]
+    if run.finished:
+        return "completed"  # and then raised; its end stands
     run.abandon_replay()
-    run.finish(outcome=Outcome.FAILED, result={"error": {"type": type(error).__name__, "message": message}})
+    run.finish(outcome=Outcome.FAILED, result={"error": told(error)})
     return "failed"

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from tenure.ledger import Ledger, Limits
 from tenure.ledger.migrate import upgrade
-from tenure.ledger.submissions import PATIENCE
+from tenure.ledger.submissions import MAX_PATIENCE
 from tenure.tasks.client import Client
 from tenure.tasks.orders import Order
 from tenure.workflows.process import using
@@ -62,14 +62,25 @@ class Workbench:
     """An owner on a SQLite ledger of its own, and as many workers as there are orders."""
 
     def __init__(
-        self, folder: Path, *, limits: Limits | None = None, clock: SettableClock | None = None, workers: int = 8
+        self,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        clock: SettableClock | None = None,
+        workers: int = 8,
+        disks: int = 1,
     ) -> None:
+        """`workers` is how many run at the same time; in turn they get one of so many `disks` for their outboxes.
+
+        On the disk of the worker that crashed, its successor finds what was journalled; on another it does not.
+        """
         url = f"sqlite:///{folder / 'ledger.sqlite3'}"
         upgrade(url)
         self.clock = clock or SettableClock()
         self.ledger = Ledger.open(url, limits=limits or Limits(), clock=self.clock)
         self.client = Client.direct(self.ledger, folder, resend_seconds=0.05)
         self.crashes = 0
+        self._folder, self._disks = folder, disks
         self._numbers = itertools.count(1)
         self._planned: Counter[tuple[str, int]] = Counter()
         self._reached: Counter[str] = Counter()
@@ -91,6 +102,9 @@ class Workbench:
         self._pool.shutdown()
         self.client.close()
         self.ledger.close()
+        if kind is None:
+            for order in self._orders:
+                order.result()  # what a worker raised that is no workflow's failure is the test's to know
 
     def crash_at(self, point: str, *, nth: int = 1) -> None:
         """Have the worker that reaches this point for the nth time, counted over all workers, crash there.
@@ -120,8 +134,10 @@ class Workbench:
         """Be a worker's process: of its own identity, until its work is done or it crashes."""
         here = self.client.identity
         # On a host of its own, so that nobody looks it up in this machine's process table.
-        identity = replace(here, host=f"workbench-{next(self._numbers)}")
+        number = next(self._numbers)
+        identity = replace(here, host=f"workbench-{number}")
         worker = self.client.beside(identity, fault=self._reach)
+        worker.state_dir = self._folder / f"disk-{number % self._disks}"
         try:
             return run_order(worker, order)
         except Crash:
@@ -130,7 +146,7 @@ class Workbench:
                 self.crashes += 1
             self.client.owner.bury(identity, "crashed")
             # What it had not even taken hold of yet comes again once the owner's patience is over.
-            self.clock.advance(seconds=PATIENCE.total_seconds() + 1)
+            self.clock.advance(seconds=MAX_PATIENCE.total_seconds())
             self.client.owner.recover(unknown_grace=None)
             return "crashed"
 

@@ -155,7 +155,7 @@ def _duplicates(deployment: Deployment, job: Job) -> int:
 
 
 def stopped(deployment: Deployment) -> tuple[float, int]:
-    """Stop what runs a workflow and let it go on later; returns the seconds to the next step, and what it wrote then."""
+    """Stop what runs a workflow, let it go on later; returns the seconds to the next step, and what it then wrote."""
     job = deployment.job()
     zombie = deployment.workers[deployment.worker_of(job.pid)]
     began = time.time()
@@ -176,10 +176,9 @@ def _zombie_writes(deployment: Deployment, job: Job) -> int:
     first = min(sequence for sequence, generation in receipts if generation > 1)
     stale = [sequence for sequence, generation in receipts if generation == 1 and sequence >= first]
     texts = deployment.fleet.transcript(job.submission.session_id)
-    # Messages follow their steps: what stands at this place or behind it has sequence `first` or a later one.
+    # A message names the process of its step, whose sequence is the one before: from here on, `first` or later.
     named = [text for text in texts[first // 2 :] if text.endswith(f" by {job.pid}")]
-    own_step = first % 2 == 0  # its last step was recorded, the message after it is the successor's
-    return len(stale) + max(0, len(named) - own_step)
+    return len(stale) + len(named)
 
 
 def measure(deployment: Deployment, runs: int, tell: Callable[[str], None]) -> dict[str, dict[str, float]]:

@@ -52,6 +52,7 @@ def test_a_fleet_of_two_thousand_roots_is_settled_in_seconds(emptied_url, clock)
             "unknown": (2001, 100),
             "retired": (4001, 100),
             "discarded": (0, 0),
+            "pruned": (0, 0),
         }
         with ledger.read() as connection:
             statuses = connection.execute(select(worker_executions.c.kind, worker_executions.c.status).distinct())

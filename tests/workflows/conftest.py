@@ -1,5 +1,31 @@
-"""A ledger on each database, as the ledger's own tests have it."""
+"""A ledger on each database, as the ledger's own tests have it, and a workbench."""
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tenure.testing import Workbench
+from tenure.workflows import delegation, submission
 from tests.ledger.conftest import _shared_postgres, emptied_url
+from tests.workflows.bench import assert_lawful, workbench
 
 __all__ = ["_shared_postgres", "emptied_url"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have whoever waits for a workflow look often, and nobody wait for a disk: no test here pulls a plug."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda _descriptor: None, raising=False)
+    for module in (delegation, submission):
+        monkeypatch.setattr(module, "MAX_LOOK_SECONDS", 0.02)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, _migrated_sqlite: Path) -> Iterator[Workbench]:
+    """A workbench; what the test leaves in its ledger must be lawful."""
+    with workbench(tmp_path / "bench", _migrated_sqlite) as made:
+        yield made
+        assert_lawful(made)
