@@ -55,7 +55,8 @@ def take(
             return None
         if _insert(connection, row | {"name": name}):
             return None
-    return current(store, name)
+    # Where it was given up in between, it is there to be taken.
+    return current(store, name) or take(store, name, holder, identity, seconds=seconds, instead_of=instead_of)
 
 
 def _insert(connection: Connection, row: dict[str, object]) -> bool:

@@ -158,7 +158,7 @@ class Desk:
             request_id=body["request"],
             workflow=body["workflow"],
             arguments=_text(body, "arguments"),
-            queue=body["queue"],
+            queue=_text(body, "queue"),
             profile=body["profile"],
             principal=principal.name,
             max_attempts=body["attempts"],

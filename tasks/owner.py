@@ -106,7 +106,7 @@ class Owner:
             logger.info("%s:%d: %s", message.execution, sequence, error.explain())
             answers.append(Answer(None, self._told(error), message.execution, sequence, message.request))
         if delegated:
-            self.send_due()
+            self._send_due_in_time()
         return answers
 
     def control(self, value: object) -> Reply | None:
@@ -175,6 +175,13 @@ class Owner:
         """Do so for the processes of hosts whose probe has been silent for a lease beyond its own."""
         for identity in silent_hosts(self.ledger, lease_seconds=lease_seconds):
             self.bury(identity, "host_silent")
+
+    def _send_due_in_time(self) -> None:
+        """Send what is due, or leave it to the next recovery: what was applied has to be answered first."""
+        try:
+            self.send_due()
+        except Unavailable as error:
+            logger.warning("orders are not sent yet: %s", error.explain())
 
     def send_due(self) -> None:
         """Send the workflows that are due to the work queue; what the broker does not take is due again.

@@ -63,7 +63,10 @@ def test_the_nth_is_counted_over_all_workers_and_each_plan_is_one_crash(tmp_path
 
 
 def test_an_unknown_point_is_refused_with_those_there_are(tmp_path):
-    with Workbench(tmp_path) as bench, pytest.raises(ValueError, match=r"(?s)'after_lunch'.*before_journal.*after_send"):
+    with (
+        Workbench(tmp_path) as bench,
+        pytest.raises(ValueError, match=r"(?s)'after_lunch'.*before_journal.*after_send"),
+    ):
         bench.crash_at("after_lunch")
 
 
@@ -102,15 +105,20 @@ def test_a_workflow_that_does_not_end_in_time_is_told(tmp_path):
 
 def test_what_a_worker_raises_itself_is_raised_at_the_end(tmp_path):
     nowhere = Workflow("testing.nowhere", count.function, None, "default", 5)
-    with pytest.raises(UnknownWorkflow), Workbench(tmp_path) as bench:
+    with pytest.raises(UnknownWorkflow), Workbench(tmp_path):
         nowhere.submit("r1", 1)
 
 
 def test_an_error_of_the_test_is_not_hidden_by_one_of_a_worker(tmp_path):
     nowhere = Workflow("testing.nowhere", count.function, None, "default", 5)
-    with pytest.raises(LookupError), Workbench(tmp_path):
-        nowhere.submit("r1", 1)
-        raise LookupError
+
+    def fails() -> None:
+        with Workbench(tmp_path):
+            nowhere.submit("r1", 1)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fails()
 
 
 def test_the_client_of_the_process_is_the_workbenchs_and_afterwards_the_one_before(tmp_path):

@@ -30,9 +30,7 @@ def requests(due: list[Any]) -> list[str]:
 
 def begin(ledger: Any, epoch: int, due: Any, *, identity: Any = HERE) -> Worker:
     """Begin what was sent, as its worker does."""
-    worker = Worker(
-        ledger, epoch, due.execution_id, due.session_id, f"the secret of {due.key}", identity, due.profile
-    )
+    worker = Worker(ledger, epoch, due.execution_id, due.session_id, f"the secret of {due.key}", identity, due.profile)
     return worker.register()
 
 

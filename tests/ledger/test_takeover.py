@@ -76,8 +76,8 @@ def test_the_first_process_cannot_write_a_byte_any_more(worker):
         lambda: worker.send(worker.request("transcript.append", {"messages": []}, sequence=9)),
         lambda: worker.adopt(worker.epoch),
         lambda: worker.send(worker.request("usage.record", {"model": "m"}, sequence=3, generation=2)),
-        lambda: worker.reserve(),
-        lambda: worker.finish(),
+        worker.reserve,
+        worker.finish,
     ]
     for attempt in attempts:
         with pytest.raises((StaleGeneration, PermissionDenied, InvalidParams)):

@@ -24,8 +24,14 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, _migrated_sqlite: Path) -> Iterator[Workbench]:
+def migrated(_migrated_sqlite: Path) -> Path:
+    """A ledger to copy."""
+    return _migrated_sqlite
+
+
+@pytest.fixture
+def bench(tmp_path: Path, migrated: Path) -> Iterator[Workbench]:
     """A workbench; what the test leaves in its ledger must be lawful."""
-    with workbench(tmp_path / "bench", _migrated_sqlite) as made:
+    with workbench(tmp_path / "bench", migrated) as made:
         yield made
         assert_lawful(made)

@@ -28,8 +28,8 @@ def _closed_gate(bench):
 
 
 @pytest.fixture
-def wide(tmp_path, _migrated_sqlite):
-    with workbench(tmp_path / "wide", _migrated_sqlite, limits=Limits(2, 1)) as made:
+def wide(tmp_path, migrated):
+    with workbench(tmp_path / "wide", migrated, limits=Limits(2, 1)) as made:
         try:
             yield made
         finally:
@@ -162,17 +162,17 @@ def test_over_the_cap_a_caller_may_wait_for_a_slot(wide):
     assert max(most) <= 2
 
 
-def test_a_wait_that_no_slot_can_end_is_a_refusal(tmp_path, _migrated_sqlite):
+def test_a_wait_that_no_slot_can_end_is_a_refusal(tmp_path, migrated):
     @workflow(name="delegation.hopeless")
     def hopeless(run: Run) -> Any:
         refused = run.delegate(tenfold, 1, on_full="wait")
         return refused.reason
 
-    with workbench(tmp_path / "none", _migrated_sqlite, limits=Limits(0, 1)) as bench:
+    with workbench(tmp_path / "none", migrated, limits=Limits(0, 1)) as bench:
         assert bench.run(hopeless).result == "delegation_capacity"
-    with workbench(tmp_path / "flat", _migrated_sqlite, limits=Limits(3, 0)) as bench:
+    with workbench(tmp_path / "flat", migrated, limits=Limits(3, 0)) as bench:
         assert bench.run(hopeless).result == "delegation_depth_exceeded"
-    with workbench(tmp_path / "drained", _migrated_sqlite) as bench:
+    with workbench(tmp_path / "drained", migrated) as bench:
 
         @workflow(name="delegation.drained")
         def drained(run: Run) -> Any:
@@ -183,7 +183,7 @@ def test_a_wait_that_no_slot_can_end_is_a_refusal(tmp_path, _migrated_sqlite):
         assert bench.run(drained).result == ["runtime_draining", {"detail": "an upgrade"}]
 
 
-def test_depth_is_capped_by_the_configuration(tmp_path, _migrated_sqlite):
+def test_depth_is_capped_by_the_configuration(tmp_path, migrated):
     @workflow(name="delegation.deeper")
     def deeper(run: Run) -> Any:
         child = run.delegate(deeper)
@@ -191,7 +191,7 @@ def test_depth_is_capped_by_the_configuration(tmp_path, _migrated_sqlite):
             return [child.reason, child.facts]
         return run.gather([child])[0].value
 
-    with workbench(tmp_path / "deep", _migrated_sqlite, limits=Limits(1, 2)) as bench:
+    with workbench(tmp_path / "deep", migrated, limits=Limits(1, 2)) as bench:
         assert bench.run(deeper).result == ["delegation_depth_exceeded", {"max_spawn_depth": 2, "depth": 2}]
         assert sorted(x.depth for x in all_of(bench)) == [0, 1, 2]
         assert_lawful(bench)
@@ -307,7 +307,11 @@ def leaves(run: Run, children: str | None) -> Any:
 def test_the_end_of_a_parent_retires_its_tree_and_a_running_child_stops_at_its_next_operation(bench, children):
     state = bench.run(leaves, children)
     child = stands(bench, state.result)
-    assert (child.status, child.outcome, child.status_reason) == (Status.TERMINAL, Outcome.INTERRUPTED, "parent_finished")
+    assert (child.status, child.outcome, child.status_reason) == (
+        Status.TERMINAL,
+        Outcome.INTERRUPTED,
+        "parent_finished",
+    )
     gate.set()
     wait_until(lambda: all(order.done() for order in bench._orders), within=20, what="the child notices")
     assert [order.result() for order in bench._orders] == ["completed", "stale_generation"]

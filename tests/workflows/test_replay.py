@@ -158,13 +158,11 @@ def check_book(bench: Workbench, state: Any, point: str) -> None:
 
 @pytest.mark.parametrize("flavour", [book, async_book], ids=["sync", "async"])
 @pytest.mark.parametrize("point", POINTS)
-def test_whatever_crashes_a_workflow_comes_to_its_right_end(
-    point, flavour, tmp_path, _migrated_sqlite, subtests
-):
+def test_whatever_crashes_a_workflow_comes_to_its_right_end(point, flavour, tmp_path, migrated, subtests):
     nth, stride = 1, 1 if flavour is book else 3
     while True:
         calls.clear()
-        with subtests.test(nth=nth), workbench(tmp_path / f"bench-{nth}", _migrated_sqlite) as bench:
+        with subtests.test(nth=nth), workbench(tmp_path / f"bench-{nth}", migrated) as bench:
             bench.crash_at(point, nth=nth)
             check_book(bench, bench.run(flavour, 0), point)
         if bench.crashes == 0:
@@ -176,8 +174,8 @@ def test_whatever_crashes_a_workflow_comes_to_its_right_end(
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("disks", [1, 2, 100])
-def test_crash_upon_crash_upon_crash(point, disks, tmp_path, _migrated_sqlite):
-    with workbench(tmp_path / "bench", _migrated_sqlite, disks=disks) as bench:
+def test_crash_upon_crash_upon_crash(point, disks, tmp_path, migrated):
+    with workbench(tmp_path / "bench", migrated, disks=disks) as bench:
         for nth in (2, 4, 7, 8):
             bench.crash_at(point, nth=nth)
         state = bench.run(book, 0)
@@ -200,9 +198,9 @@ def test_an_order_that_crashes_before_it_is_taken_comes_again_and_again(bench):
     assert bench.crashes == 3
 
 
-def test_what_was_journalled_elsewhere_and_done_otherwise_since_is_void(tmp_path, _migrated_sqlite):
+def test_what_was_journalled_elsewhere_and_done_otherwise_since_is_void(tmp_path, migrated):
     """On disk 1 a step is journalled; disk 0 does it otherwise; back on disk 1 the first is not mixed in."""
-    with workbench(tmp_path / "bench", _migrated_sqlite, disks=2) as bench:
+    with workbench(tmp_path / "bench", migrated, disks=2) as bench:
 
         @workflow(name="replay.there_and_back")
         def there_and_back(run: Run) -> str:
@@ -274,7 +272,7 @@ def test_a_past_of_many_pages_is_recalled_whole(bench, monkeypatch):
     assert calls == [str(number) for number in range(9)]
 
 
-def test_a_label_in_the_receipt_of_an_applications_operation_is_no_delegation(tmp_path, _migrated_sqlite):
+def test_a_label_in_the_receipt_of_an_applications_operation_is_no_delegation(tmp_path, migrated):
     @operation("replay.tag")
     def tag(work: Work, payload: dict[str, Any]) -> dict[str, Any]:
         return {"label": "1.0"}
@@ -285,7 +283,7 @@ def test_a_label_in_the_receipt_of_an_applications_operation_is_no_delegation(tm
         run.apply("replay.tag", {})
         return [child.value for child in run.gather([handle])]
 
-    with workbench(tmp_path / "bench", _migrated_sqlite) as bench:
+    with workbench(tmp_path / "bench", migrated) as bench:
         bench.ledger.registry._known["replay.tag"] = tag
         bench.crash_at("before_journal", nth=4)  # of the finish, or of the child
         assert bench.run(tagged).result == [10]
@@ -366,11 +364,17 @@ def test_the_history_of_a_takeover_tells_what_happened(bench):
     bench.crash_at("after_journal", nth=2)
     bench.run(book, 0)
     (root,) = [x for x in all_of(bench) if x.parent_execution_id is None]
-    assert reasons(bench, root.execution_id) == ["registered", "first_receipt", "process_dead", "taken_over", "finished"]
+    assert reasons(bench, root.execution_id) == [
+        "registered",
+        "first_receipt",
+        "process_dead",
+        "taken_over",
+        "finished",
+    ]
     assert stands(bench, root.execution_id).generation == 2
 
 
-def test_a_refused_delegation_is_refused_again_with_the_same_facts(tmp_path, _migrated_sqlite):
+def test_a_refused_delegation_is_refused_again_with_the_same_facts(tmp_path, migrated):
     from tenure.ledger import Limits
 
     @workflow(name="replay.no_room")
@@ -380,7 +384,7 @@ def test_a_refused_delegation_is_refused_again_with_the_same_facts(tmp_path, _mi
         calls.append("replayed" if run.replaying else "new")
         return [refused.reason, refused.facts]
 
-    with workbench(tmp_path / "bench", _migrated_sqlite, limits=Limits(0, 1)) as bench:
+    with workbench(tmp_path / "bench", migrated, limits=Limits(0, 1)) as bench:
         bench.crash_at("before_journal", nth=2)
         state = bench.run(no_room)
         assert bench.crashes == 1

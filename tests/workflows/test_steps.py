@@ -244,7 +244,7 @@ def test_what_is_written_inside_a_step_is_refused_as_no_replay_would_write_it_ag
             told = [answer(run, len, "abc", name="inner")]
             for write in (
                 lambda: run.append([{"role": "user", "content": "x"}]),
-                lambda: run.finish(),
+                run.finish,
                 lambda: run.delegate(nested),
             ):
                 with pytest.raises(StepInStep) as refused:

@@ -245,7 +245,7 @@ def test_during_a_drain_what_was_not_begun_waits_and_what_was_begun_goes_on(benc
 
 
 @pytest.mark.parametrize("disks", [1, 2], ids=["on one machine", "on two"])
-def test_a_process_that_was_only_stopped_cannot_write_a_byte_when_it_goes_on(tmp_path, _migrated_sqlite, disks):
+def test_a_process_that_was_only_stopped_cannot_write_a_byte_when_it_goes_on(tmp_path, migrated, disks):
     from tests.workflows.bench import assert_lawful, workbench
 
     reached, let_go, lives = threading.Event(), threading.Event(), []
@@ -267,7 +267,7 @@ def test_a_process_that_was_only_stopped_cannot_write_a_byte_when_it_goes_on(tmp
         run.append(user("twice"))
         return mine
 
-    with workbench(tmp_path / "bench", _migrated_sqlite, disks=disks) as bench:
+    with workbench(tmp_path / "bench", migrated, disks=disks) as bench:
         try:
             submission = stopped.submit("r1")
             assert reached.wait(20)
@@ -315,7 +315,7 @@ def writes(run: Run) -> list[Any]:
         lambda: run.step(len, "x"),
         lambda: run.delegate(greet, "Ann"),
         lambda: run.gather([]),
-        lambda: run.finish(),
+        run.finish,
         lambda: run.record_usage("m"),
     ]
 
