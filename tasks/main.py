@@ -9,6 +9,7 @@ from celery import Celery
 from ..config import Settings
 from ..ledger.errors import ConfigurationError
 from .application import make_app
+from .attendance import attend
 from .endpoints import add_endpoints
 from .ownership import Tenancy, gate
 
@@ -23,6 +24,7 @@ def complete_app(settings: Settings) -> Celery:
     tenancy = Tenancy(settings)
     add_endpoints(app, settings, tenancy)
     gate(app, tenancy)
+    attend(app)
     return app
 
 

@@ -84,6 +84,7 @@ class Workbench:
         self._numbers = itertools.count(1)
         self._planned: Counter[tuple[str, int]] = Counter()
         self._reached: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()  # orders, by execution
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(workers, "tenure-workbench")
         self._orders: list[Future[str]] = []
@@ -127,7 +128,9 @@ class Workbench:
         return workflow.submit(request_id or uuid4().hex, *args, **kwargs).wait(within)
 
     def _send(self, orders: list[Order]) -> list[str]:
-        self._orders.extend(self._pool.submit(self._work, order) for order in orders)
+        for order in orders:
+            self._sent[order.execution] += 1
+            self._orders.append(self._pool.submit(self._work, order))
         return []
 
     def _work(self, order: Order) -> str:
@@ -144,10 +147,12 @@ class Workbench:
             worker.abandon()
             with self._lock:
                 self.crashes += 1
+            sent = self._sent[order.execution]
             self.client.owner.bury(identity, "crashed")
-            # What it had not even taken hold of yet comes again once the owner's patience is over.
-            self.clock.advance(seconds=MAX_PATIENCE.total_seconds())
-            self.client.owner.recover(unknown_grace=None)
+            if self._sent[order.execution] == sent:
+                # What it had not even taken hold of yet comes again once the owner's patience is over.
+                self.clock.advance(seconds=MAX_PATIENCE.total_seconds())
+                self.client.owner.recover(unknown_grace=None)
             return "crashed"
 
     def _reach(self, point: str) -> None:

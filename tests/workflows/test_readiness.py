@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from celery import signals
@@ -14,6 +15,7 @@ from tenure import Run, Settings, workflow
 from tenure.ledger import reads
 from tenure.ledger.errors import ConfigurationError
 from tenure.ledger.recovery import STOPPED
+from tenure.tasks.attendance import Attendance
 from tenure.tasks.main import complete_app
 from tenure.testing import Workbench
 from tenure.workflows import process
@@ -53,6 +55,26 @@ def test_an_owner_has_its_next_message_at_hand():
     worker = _started(app, "owner")
     assert app.conf.worker_disable_prefetch is False
     assert worker.pool_cls is get_implementation("threads")
+
+
+def test_a_dead_process_of_the_pool_is_not_taken_for_busy_for_long():
+    """With Celery's own five seconds, every second takeover in the measurement waits for another worker to start."""
+    app = _app("redis://127.0.0.1:1/0")
+    assert Attendance in app.steps["worker"]
+    looked = []
+
+    class Hub:
+        def call_repeatedly(self, seconds: float, look) -> None:
+            assert seconds <= 0.25
+            look()
+
+    worker = _started(app, "work")
+    worker.pool = SimpleNamespace(maintain_pool=lambda: looked.append("pool"))
+    step = object.__new__(Attendance)
+    step.register_with_event_loop(worker, Hub())
+    worker.pool_cls = get_implementation("threads")
+    step.register_with_event_loop(worker, Hub())
+    assert looked == ["pool"]
 
 
 def test_a_worker_process_connects_as_it_begins(monkeypatch):

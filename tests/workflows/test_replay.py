@@ -212,7 +212,7 @@ def test_what_was_journalled_elsewhere_and_done_otherwise_since_is_void(tmp_path
         bench.crash_at("after_journal", nth=3)  # the append, on disk 0
         state = bench.run(there_and_back)
         (execution,) = all_of(bench)
-        assert (bench.crashes, execution.generation) == (2, 3)
+        assert (bench.crashes, execution.generation, execution.host) == (2, 3, "workbench-3")
         assert state.outcome is Outcome.COMPLETED
         assert said(bench, execution.session_id) == [state.result]
         assert calls == ["value", "value"]
