@@ -90,8 +90,7 @@ class Watcher:
         descriptor = self._watched.pop(identity)
         self._still_since.pop(identity, None)
         if descriptor is not None:
-            self._selector.unregister(descriptor)
-            os.close(descriptor)
+            self._close(descriptor)
 
     def _run(self) -> None:
         looked = 0.0
@@ -100,6 +99,7 @@ class Watcher:
             if any(key.fd == self._wake_read for key, _ in ready):
                 os.read(self._wake_read, 4096)
             ended = [key.data for key, _ in ready if isinstance(key.data, Identity)]
+            self._heard(ended)
             now = time.monotonic()
             if ended or now - looked >= LOOK_SECONDS:
                 looked = now
@@ -107,6 +107,19 @@ class Watcher:
         with self._lock:
             for identity in list(self._watched):
                 self._drop(identity)
+
+    def _heard(self, ended: list[Identity]) -> None:
+        """A descriptor tells once; should the process table not agree yet, it is asked again like any other's."""
+        with self._lock:
+            for identity in ended:
+                descriptor = self._watched.get(identity)
+                if descriptor is not None:
+                    self._close(descriptor)
+                    self._watched[identity] = None
+
+    def _close(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
 
     def _look(self, now: float) -> None:
         with self._lock:
