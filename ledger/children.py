@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Text, func, insert, literal, null, select,
 from . import schema
 from .canonical import canonical
 from .claims import claim_digest
+from .limits import Limits
 from .schema import UtcDateTime
 from .states import CHILD_SESSION_END, Kind, Outcome, Reason, Status
 from .transaction import Execution, Session, Transaction
@@ -30,11 +31,20 @@ def live_children(tx: Transaction, execution_id: str) -> int:
     return int(tx.execute(statement).scalar_one())
 
 
-def refusal(tx: Transaction, parent: Execution) -> dict[str, Any] | None:
+def limits_of(tx: Transaction, parent: Execution, asked: Limits | None) -> Limits:
+    """Return the caps on a reservation: the configured ones, as narrowed by ancestors and by the parent itself."""
+    limits = tx.limits.narrowed(
+        max_concurrent_children=parent.max_concurrent_children, max_spawn_depth=parent.max_spawn_depth
+    )
+    if asked is None:
+        return limits
+    return limits.narrowed(max_concurrent_children=asked.max_concurrent_children, max_spawn_depth=asked.max_spawn_depth)
+
+
+def refusal(tx: Transaction, parent: Execution, limits: Limits) -> dict[str, Any] | None:
     """Return why the parent may not have another child now, or None. A drain is told first, then depth."""
     if tx.drain_reason is not None:
         return {"refused": "runtime_draining", "detail": tx.drain_reason}
-    limits = tx.limits
     if parent.depth >= limits.max_spawn_depth:
         return {
             "refused": "delegation_depth_exceeded",
@@ -51,7 +61,7 @@ def refusal(tx: Transaction, parent: Execution) -> dict[str, Any] | None:
     return None
 
 
-def mint(tx: Transaction, parent: Execution, sequence: int, secret_digest: str) -> Execution:
+def mint(tx: Transaction, parent: Execution, sequence: int, secret_digest: str, limits: Limits) -> Execution:
     """Make a child session and a running child execution that its parent's process holds for now."""
     origin = tx.session(parent.session_id)
     assert origin is not None  # a foreign key says so
@@ -66,6 +76,8 @@ def mint(tx: Transaction, parent: Execution, sequence: int, secret_digest: str) 
         parent_execution_id=parent.execution_id,
         reserved_sequence=sequence,
         depth=parent.depth + 1,
+        max_concurrent_children=_if_narrower(limits.max_concurrent_children, tx.limits.max_concurrent_children),
+        max_spawn_depth=_if_narrower(limits.max_spawn_depth, tx.limits.max_spawn_depth),
         profile=parent.profile,
         principal=parent.principal,
         epoch=tx.epoch,
@@ -90,6 +102,10 @@ def mint(tx: Transaction, parent: Execution, sequence: int, secret_digest: str) 
     tx.add(child)
     tx.record_move(child.execution_id, None, Status.RUNNING, reason=Reason.RESERVED, by=parent.execution_id)
     return child
+
+
+def _if_narrower(cap: int, configured: int) -> int | None:
+    return cap if cap < configured else None
 
 
 def claim_of(execution: Execution, secret_digest: str) -> str:

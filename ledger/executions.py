@@ -174,6 +174,8 @@ def register(tx: Transaction, request: Registration) -> Hold:
         parent_execution_id=None,
         reserved_sequence=None,
         depth=0,
+        max_concurrent_children=None,
+        max_spawn_depth=None,
         profile=request.profile,
         principal=request.principal,
         epoch=tx.epoch,

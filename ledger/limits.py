@@ -27,3 +27,14 @@ class Limits:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:
                 raise ConfigurationError(f"{name}: {shown(value)} given, a whole number from 0 to {most} is allowed")
+
+    def narrowed(self, *, max_concurrent_children: int | None, max_spawn_depth: int | None) -> Limits:
+        """Return these limits, each lowered to what is given; nothing given can widen them."""
+        return Limits(
+            min(self.max_concurrent_children, _or(max_concurrent_children, MAX_CHILDREN)),
+            min(self.max_spawn_depth, _or(max_spawn_depth, MAX_DEPTH)),
+        )
+
+
+def _or(value: int | None, most: int) -> int:
+    return most if value is None else value

@@ -177,6 +177,8 @@ worker_executions = Table(
     Column("created_at", UtcDateTime, nullable=False),
     Column("attached_at", UtcDateTime),  # when a child's own process took the reservation
     Column("ended_at", UtcDateTime),
+    Column("max_concurrent_children", Integer),  # where an ancestor has narrowed the configured cap for it
+    Column("max_spawn_depth", Integer),
     CheckConstraint(_one_of("status", list(Status)), name="known_status"),
     CheckConstraint(_one_of("kind", list(Kind)), name="known_kind"),
     CheckConstraint(_one_of("outcome", list(Outcome)), name="known_outcome"),

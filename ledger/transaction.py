@@ -43,6 +43,8 @@ class Execution:
     parent_execution_id: str | None
     reserved_sequence: int | None
     depth: int
+    max_concurrent_children: int | None
+    max_spawn_depth: int | None
     profile: str
     principal: str
     epoch: int

@@ -49,6 +49,7 @@ class AsyncRun:
     end_session = _awaited(Execution.end_session)
     children = _awaited(Execution.children)
     flush = _awaited(Execution.flush)
+    narrow = _awaited(Execution.narrow)
     delegate = _awaited(Delegation.delegate)
     gather = _awaited(Delegation.gather)
     finish = _awaited(Run.finish)

@@ -95,7 +95,7 @@ class Delegation(Remembering):
         if asked.workflow.queue:
             work["queue"] = asked.workflow.queue
         digest = secret_digest(self.client.principal.derive(key))
-        receipt = self.apply("child.reserve", {"secret_digest": digest, "work": work})
+        receipt = self.apply("child.reserve", {"secret_digest": digest, "work": work} | self._limits)
         asked.attempt += 1
         if receipt.refused:
             return Refusal(receipt.refused, {k: v for k, v in receipt.result.items() if k not in {"refused", "label"}})

@@ -58,6 +58,7 @@ class Execution:
         self._secret, self._credential = secret, credential
         self._stream = client.open_stream(hold, credential)
         self._reserved = 0
+        self._limits: dict[str, dict[str, int]] = {}
         self._used = self._given_away = self._finished = self._closed = False
 
     @classmethod
@@ -205,6 +206,19 @@ class Execution:
         """End the session; returns whether it was this that ended it."""
         return bool(self._taken("session.end", {"end_reason": end_reason})["ended"])
 
+    def narrow(self, **limits: int) -> None:
+        """Lower `max_concurrent_children` or `max_spawn_depth` for the reservations from here on, and all below them.
+
+        Nothing given here can widen what is configured, or what an ancestor has narrowed.
+
+        Raises:
+            InvalidParams: another name, or not a whole number in range.
+        """
+        self.client.encode("child.reserve", {"secret_digest": "0" * 64, "limits": limits})  # it checks them
+        known = self._limits.get("limits", {})
+        lower = {name: min(value, known.get(name, value)) for name, value in limits.items()}
+        self._limits = {"limits": known | lower}
+
     def reserve_child(self, *, secret: str | None = None) -> Execution | Refusal:
         """Have the owner mint a child, with its own session, stream and outbox; or be told why not.
 
@@ -212,7 +226,7 @@ class Execution:
         """
         self._reserved += 1
         secret = _checked(secret or self._derived(self._reserved))
-        receipt = self.apply("child.reserve", {"secret_digest": secret_digest(secret)})
+        receipt = self.apply("child.reserve", {"secret_digest": secret_digest(secret)} | self._limits)
         if receipt.refused:
             facts = {key: value for key, value in receipt.result.items() if key != "refused"}
             return Refusal(receipt.refused, facts)

@@ -8,6 +8,7 @@ from sqlalchemy import update
 
 from .. import children, executions, schema, submissions
 from ..canonical import canonical, parse
+from ..limits import Limits
 from ..states import CHILD_SESSION_END, Kind, Reason
 from .payloads import (
     ChildReserve,
@@ -121,9 +122,12 @@ def child_reserve(work: Work, payload: ChildReserve) -> Result | Refusal:
     """Mint a child, or refuse: a drain first, then depth, then the cap."""
     # A workflow that runs again tells its reservations apart by the label.
     label = {} if payload.work is None else {"label": payload.work.label}
-    if refused := children.refusal(work.tx, work.execution):
+    asked = payload.limits
+    narrowed = None if asked is None else Limits(asked.max_concurrent_children, asked.max_spawn_depth)
+    limits = children.limits_of(work.tx, work.execution, narrowed)
+    if refused := children.refusal(work.tx, work.execution, limits):
         return Refusal(refused.pop("refused"), refused | label)
-    child = children.mint(work.tx, work.execution, work.sequence, payload.secret_digest)
+    child = children.mint(work.tx, work.execution, work.sequence, payload.secret_digest, limits)
     if payload.work is not None:
         submissions.add_child(work.tx, child, payload.work)
     work.touch()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ..limits import MAX_CHILDREN, MAX_DEPTH
 from ..states import Outcome
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -82,6 +83,13 @@ class ChildWork(Closed):
     queue: Id | None = None
 
 
+class ChildLimits(Closed):
+    """Caps for this reservation and for everything below the child; they can narrow the configured ones only."""
+
+    max_concurrent_children: Annotated[int, Meta(ge=0, le=MAX_CHILDREN)] = MAX_CHILDREN
+    max_spawn_depth: Annotated[int, Meta(ge=0, le=MAX_DEPTH)] = MAX_DEPTH
+
+
 class ChildReserve(Closed):
     """By which secret the child will be held: its digest, as `ledger.secret_digest` makes it.
 
@@ -90,6 +98,7 @@ class ChildReserve(Closed):
 
     secret_digest: Digest
     work: ChildWork | None = None
+    limits: ChildLimits | None = None
 
 
 class SessionEnd(Closed):

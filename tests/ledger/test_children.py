@@ -329,7 +329,7 @@ def test_an_end_sees_what_the_same_transaction_has_changed(ledger, epoch):
     def look(tx: Transaction) -> None:
         child = tx.execution(people["b"].execution_id)
         tx.session(people["b"].session_id).model = "a model"
-        minted = children_module.mint(tx, child, 99, RESERVE["secret_digest"])
+        minted = children_module.mint(tx, child, 99, RESERVE["secret_digest"], tx.limits)
         ended = children_module.retire_descendants(tx, [people["root"].execution_id], reason="r", by="b")
         assert minted.execution_id in ended
         tx.flush()

@@ -12,6 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
+    op.add_column("worker_executions", sa.Column("max_concurrent_children", sa.Integer()))
+    op.add_column("worker_executions", sa.Column("max_spawn_depth", sa.Integer()))
     op.create_table(
         "hosts",
         sa.Column("host", sa.String(length=128), nullable=False),
