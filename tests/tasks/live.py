@@ -112,6 +112,13 @@ class Fleet:
         self._names += 1
         return self.celery("beat", "-l", "INFO", "--pidfile=", "-s", str(self.folder / f"schedule-{self._names}"))
 
+    def runner(self, name: str, *, env: Mapping[str, str] | None = None) -> Spawned:
+        """Start a worker of the work queue and wait until it consumes."""
+        options = ("-Q", self.settings.work_queue, "-P", "prefork", "-c", "1", "-n", f"{name}@%h", "-l", "INFO")
+        process = self._start("-m", "celery", "-A", "tenure.workflows", "worker", *options, env=env)
+        process.says(" ready.", within=START_SECONDS)
+        return process
+
     def probe(self, host: str) -> Spawned:
         """Start a host's probe and wait until the owner has heard of it."""
         process = self._start("-m", "tenure", "probe", env={"TENURE_HOST_ID": host})
