@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Text, func, insert, literal, null, select, update
+from sqlalchemy import ColumnElement, func, null, select, update
 
 from . import schema
 from .canonical import canonical
 from .claims import claim_digest
 from .limits import Limits
-from .schema import UtcDateTime
 from .states import CHILD_SESSION_END, Kind, Outcome, Reason, Status
 from .transaction import Execution, Session, Transaction
 
@@ -172,17 +171,7 @@ def retire(tx: Transaction, which: ColumnElement[bool], *, reason: str, by: str)
         return ids
     tx.evict(ids, (row.session_id for row in found))
     end_sessions(tx, chosen)
-    history = select(
-        _x.c.execution_id,
-        _x.c.status,
-        literal(Status.TERMINAL.value, Text),
-        literal(tx.now, UtcDateTime),
-        literal(reason, Text),
-        literal(by, Text),
-        literal(tx.epoch),
-    ).where(chosen)
-    columns = ["execution_id", "from_status", "to_status", "at", "reason", "by", "epoch"]
-    tx.execute(insert(schema.execution_transitions).from_select(columns, history))
+    tx.record_moves(chosen, Status.TERMINAL, reason=reason, by=by)
     tx.execute(
         update(_x)
         .where(chosen)

@@ -14,7 +14,7 @@ from . import engine, epochs, executions, recovery, schema, submissions, takeove
 from .claims import Identity, Proof
 from .clock import Clock, utc_now
 from .engine import HandlerFault, Receipt, Request
-from .errors import ConfigurationError, NotFound, TenureError, Unavailable
+from .errors import ConfigurationError, TenureError, Unavailable
 from .executions import Address, Hold, Registration
 from .limits import Limits
 from .migrate import require_head
@@ -228,21 +228,6 @@ class Ledger:
             raise ConfigurationError("drain: a reason is needed")
         with self.transaction() as tx:
             epochs.drain(tx, reason)
-
-    def claim(self, execution_id: str) -> str:
-        """Return the stored claim digest, for an owner that has to check a proof before it parses.
-
-        Raises:
-            InvalidParams: it cannot be an id.
-            NotFound: no such execution.
-        """
-        executions.check_id("execution_id", execution_id)
-        x = schema.worker_executions
-        with self.store.read() as connection:
-            found = connection.execute(select(x.c.claim_digest).where(x.c.execution_id == execution_id)).scalar()
-        if found is None:
-            raise NotFound("execution")
-        return str(found)
 
 
 def _attempts_of(checked: engine.Checked) -> ColumnElement[bool]:

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Text, and_, insert, literal, select, update
+from sqlalchemy import ColumnElement, and_, insert, select, update
 
 from . import children, schema
 from .canonical import canonical
 from .claims import Identity
 from .executions import discard
 from .retention import prune
-from .schema import UtcDateTime
 from .states import Kind, Reason, Status
 from .transaction import Transaction
 
@@ -89,17 +88,7 @@ def _lose(tx: Transaction, which: ColumnElement[bool], *, reason: str, by: str) 
     found = tx.execute(select(_x.c.execution_id).where(chosen)).scalars().all()
     if not found:
         return []
-    history = select(
-        _x.c.execution_id,
-        _x.c.status,
-        literal(Status.UNKNOWN.value, Text),
-        literal(tx.now, UtcDateTime),
-        literal(reason, Text),
-        literal(by, Text),
-        literal(tx.epoch),
-    ).where(chosen)
-    columns = ["execution_id", "from_status", "to_status", "at", "reason", "by", "epoch"]
-    tx.execute(insert(schema.execution_transitions).from_select(columns, history))
+    tx.record_moves(chosen, Status.UNKNOWN, reason=reason, by=by)
     tx.execute(
         update(_x).where(chosen).values(status=Status.UNKNOWN, status_at=tx.now, status_reason=reason, status_by=by)
     )

@@ -14,13 +14,16 @@ from datetime import datetime
 from typing import Any, Generic, Self, TypeVar
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     CursorResult,
     Executable,
     RowMapping,
     Table,
+    Text,
     bindparam,
     insert,
+    literal,
     select,
     update,
 )
@@ -250,6 +253,21 @@ class Transaction:
             by=by,
             epoch=self.epoch,
         )
+
+    def record_moves(self, which: ColumnElement[bool], to: Status, *, reason: str, by: str) -> None:
+        """Add a line to the history of every execution that matches, in one statement, before they are changed."""
+        x = schema.worker_executions
+        moves = select(
+            x.c.execution_id,
+            x.c.status,
+            literal(to.value, Text),
+            literal(self.now, schema.UtcDateTime),
+            literal(reason, Text),
+            literal(by, Text),
+            literal(self.epoch),
+        ).where(which)
+        columns = ["execution_id", "from_status", "to_status", "at", "reason", "by", "epoch"]
+        self.execute(insert(schema.execution_transitions).from_select(columns, moves))
 
     def execute(self, statement: Executable, rows: Iterable[dict[str, Any]] | None = None) -> CursorResult[Any]:
         """Run a statement that sees everything this transaction has done so far."""

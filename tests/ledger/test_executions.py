@@ -62,7 +62,6 @@ def test_a_registration_makes_the_session_and_holds_it(ledger, epoch, kind):
     assert (x.depth, x.parent_execution_id, x.reserved_sequence, x.profile, x.principal) == (0, None, None, "p", "q")
     assert (x.host, x.boot, x.pid, x.birth, x.username) == ("host-a", "boot-1", 4242, "ticks:1000", "worker")
     assert (x.claim_digest, x.created_at, x.status_by) == (worker.claim, ledger.clock(), "q")
-    assert ledger.claim(worker.execution_id) == worker.claim
     s = row(ledger, sessions, session_id=worker.session_id)
     assert (s.source, s.profile, s.parent_session_id, s.generation, s.revision) == ("telegram", "p", None, 1, 0)
 
@@ -448,11 +447,3 @@ def test_a_claim_binds_each_of_its_facts():
     assert len(digests) == len(others) + 1
     assert claim_digest(**facts) not in repr(Claim(claim_digest(**facts)))
     assert secret_digest("a secret of sixteen") not in digests
-
-
-def test_a_claim_can_be_asked_for(ledger, worker):
-    with pytest.raises(NotFound):
-        ledger.claim("nobody")
-    for name in ("a\0", "", None, "x" * 200):
-        with pytest.raises(InvalidParams):
-            ledger.claim(name)
