@@ -14,6 +14,7 @@ from celery.backends.base import Backend
 
 from tenure.ledger import errors
 from tenure.ledger.errors import Action, OwnerSuperseded, StaleEpoch, TenureError, from_wire, to_wire
+from tenure.workflows import errors as workflow_errors
 
 
 def tree(base: type[TenureError]) -> list[type[TenureError]]:
@@ -35,8 +36,9 @@ def backend() -> Backend:
     return Backend(app=app)
 
 
-def test_the_tree_is_all_of_the_module():
-    public = {found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, Exception)}
+def test_the_tree_is_all_of_the_modules():
+    named = [*vars(errors).values(), *vars(workflow_errors).values()]
+    public = {found for found in named if isinstance(found, type) and issubclass(found, Exception)}
     assert set(TREE) == public
     assert len(TREE) > 10
 
