@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from . import schema
 from .canonical import canonical, digest, parse
 from .claims import Proof
-from .errors import AdmissionConflict, InvalidParams, SequenceGap, StaleEpoch, StaleGeneration, TenureError
+from .errors import AdmissionConflict, InvalidParams, SequenceGap, StaleEpoch, StaleGeneration
 from .executions import Address, authenticate, check_address, check_whole
 from .operations import Operation, Refusal, Registry, Result, Work
 from .states import Reason, Status
@@ -164,8 +164,6 @@ def _run(request: Checked, work: Work) -> Result:
     except DBAPIError as error:
         if unavailable(error):
             raise
-        raise HandlerFault(error) from error
-    except TenureError as error:
         raise HandlerFault(error) from error
     except KeyboardInterrupt as error:
         # In the main thread this is a person at the terminal; elsewhere only a handler can have raised it.

@@ -12,9 +12,8 @@ from .errors import ForeignChild
 from .execution import Child
 from .registry import Workflow
 from .remembering import Remembering
+from .waiting import Pauses
 
-FIRST_LOOK_SECONDS = 0.02
-MAX_LOOK_SECONDS = 1.0
 LOST = frozenset({"owner_restarted", "process_dead", "process_stopped"})  # ended by no fault of the child's own
 
 
@@ -104,10 +103,9 @@ class Delegation(Remembering):
 
     def _wait_for_slot(self, cap: int) -> None:
         """Wait until asking again may help; while replaying, what was asked before is answered as before."""
-        pause = FIRST_LOOK_SECONDS
+        pauses = Pauses()
         while not self.replaying and len(self.live_children()) >= cap:
-            time.sleep(pause)
-            pause = min(pause * 2, MAX_LOOK_SECONDS)
+            pauses.take()
 
     def gather(self, handles: Sequence[Delegated | Refusal], *, within: float | None = None) -> list[ChildResult]:
         """Wait until each of these children has ended; returns what became of them, in order.
@@ -124,15 +122,14 @@ class Delegation(Remembering):
             other = next(handle for handle in handles if handle not in mine)
             raise ForeignChild(f"{other!r:.200} is not a child of execution {self.execution_id}")
         deadline = None if within is None else time.monotonic() + within
-        pause = FIRST_LOOK_SECONDS
+        pauses = Pauses()
         while waiting := [handle for handle in mine if handle.result is None]:
             if self._collect(waiting):
-                pause = FIRST_LOOK_SECONDS
+                pauses = Pauses()
                 continue
-            if deadline is not None and time.monotonic() + pause > deadline:
+            if deadline is not None and time.monotonic() + pauses.next > deadline:
                 raise TimeoutError(f"{len(waiting)} children have not ended within {within} s")
-            time.sleep(pause)
-            pause = min(pause * 2, MAX_LOOK_SECONDS)
+            pauses.take()
         return [handle.result for handle in mine if handle.result is not None]
 
     def _collect(self, waiting: list[Delegated]) -> bool:
@@ -168,10 +165,9 @@ class Delegation(Remembering):
 
     def wait_for_children(self) -> None:
         """Wait until no child is live."""
-        pause = FIRST_LOOK_SECONDS
+        pauses = Pauses()
         while self.live_children():
-            time.sleep(pause)
-            pause = min(pause * 2, MAX_LOOK_SECONDS)
+            pauses.take()
 
 
 def _result(child: Child) -> ChildResult:

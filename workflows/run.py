@@ -12,8 +12,6 @@ from .delegation import Delegation
 from .errors import ChildrenLive
 from .steps import StepOptions
 
-HISTORY_PAGE = 500
-
 
 class Run(Delegation):
     """What a workflow's function gets.

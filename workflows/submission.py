@@ -10,12 +10,10 @@ from ..ledger import Outcome, Status
 from ..tasks.client import ANSWER_SECONDS, Client
 from ..tasks.wire import Control
 from .process import current_client
+from .waiting import Pauses
 
 if TYPE_CHECKING:
     from .registry import Workflow
-
-FIRST_LOOK_SECONDS = 0.02
-MAX_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,11 @@ class Submission:
             TimeoutError: it has not ended within so many seconds; it goes on.
         """
         deadline = time.monotonic() + within
-        pause = FIRST_LOOK_SECONDS
+        pauses = Pauses()
         while (state := self.state()).status is not Status.TERMINAL:
-            if time.monotonic() + pause > deadline:
+            if time.monotonic() + pauses.next > deadline:
                 raise TimeoutError(f"request {self.request_id!r} has not ended within {within} s")
-            time.sleep(pause)
-            pause = min(pause * 2, MAX_LOOK_SECONDS)
+            pauses.take()
         return state
 
 

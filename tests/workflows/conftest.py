@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tenure.testing import Workbench
-from tenure.workflows import delegation, submission
+from tenure.workflows import waiting
 from tests.ledger.conftest import _shared_postgres, emptied_url
 from tests.workflows.bench import assert_lawful, workbench
 
@@ -19,8 +19,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have whoever waits for a workflow look often, and nobody wait for a disk: no test here pulls a plug."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda _descriptor: None, raising=False)
-    for module in (delegation, submission):
-        monkeypatch.setattr(module, "MAX_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "MAX_LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
